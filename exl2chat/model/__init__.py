@@ -1,0 +1,1 @@
+"""What is on disk: files to checked, frozen descriptions. No torch here."""

@@ -1,0 +1,78 @@
+"""Where things live, and how a private file is made."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+from exl2chat.errors import ChatError
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """The folders of one installation. `home` (flag `--home`, EXL2CHAT_HOME) puts all of them under one folder."""
+
+    config: Path
+    data: Path
+    cache: Path
+    state: Path
+
+    @classmethod
+    def default(cls, home: Path | None = None) -> "Paths":
+        if home is not None:
+            return cls(home / "config", home / "data", home / "cache", home / "state")
+        dirs = platformdirs.PlatformDirs("exl2chat", appauthor=False)
+        return cls(dirs.user_config_path, dirs.user_data_path, dirs.user_cache_path, dirs.user_state_path)
+
+    @property
+    def config_file(self) -> Path:
+        return self.config / "config.toml"
+
+    @property
+    def sessions(self) -> Path:
+        return self.data / "sessions"
+
+    @property
+    def history(self) -> Path:
+        return self.data / "history.jsonl"
+
+    @property
+    def themes(self) -> Path:
+        return self.config / "themes"
+
+    @property
+    def models(self) -> Path:
+        return self.cache / "models"
+
+    @property
+    def log(self) -> Path:
+        return self.state / "engine.log"
+
+
+def private_folder(path: Path) -> Path:
+    """`path`, made if needed, readable by its owner only (0700). ChatError when it cannot be made."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.stat().st_mode & 0o077:
+            path.chmod(0o700)
+    except OSError as fault:
+        raise ChatError(f"{path}: {fault.strerror}", "choose another place with --home") from None
+    return path
+
+
+def open_private(path: Path, flags: int) -> int:
+    """A file descriptor of a 0600 file whatever the umask; a file found looser is repaired."""
+    handle = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    if os.fstat(handle).st_mode & 0o077:
+        os.fchmod(handle, 0o600)
+    return handle
+
+
+def fsync_folder(path: Path) -> None:
+    """Make a new or renamed entry of `path` survive a power loss."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,192 @@
+"""The one table of options, and where each value came from.
+
+A row gives an option its name in TOML and `/set`, its flag, its environment variable, its range and its help. Layers,
+later wins: default, the model's own (sampling only), config.toml, the session's recorded settings, environment, flag,
+`/set` in the chat. Nothing else in the package reads the environment.
+"""
+
+import math
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from exl2chat.errors import UsageError
+
+Origin = Literal["default", "model", "config.toml", "session", "environment", "flag", "/set"]
+Value = str | int | float | bool | None
+LAYERS: tuple[Origin, ...] = ("default", "model", "config.toml", "session", "environment", "flag", "/set")
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How the next token is drawn. Every default is neutral but the temperature; 0 switches a step off.
+
+    temperature 0 is greedy. top_k keeps k tokens; top_p the smallest set whose probabilities reach p (1 is off); min_p
+    those at least min_p times as likely as the best. Penalties look at the last `penalty_range` tokens (-1: all), full
+    strength inside, fading linearly over `penalty_decay` more. `seed` None draws one per reply.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 0.95
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    penalty_range: int = -1
+    penalty_decay: int = 0
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option. `low` and `high` are inclusive; `choices` are the words a str may be."""
+
+    name: str
+    kind: type
+    default: Value
+    help: str
+    group: Literal["model", "sampling", "chat", "screen"]
+    low: float = -math.inf
+    high: float = math.inf
+    choices: tuple[str, ...] = ()
+    flag_name: str = ""
+
+    @property
+    def flag(self) -> str:
+        return self.flag_name or "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return "EXL2CHAT_" + self.name.upper()
+
+    def parse(self, text: str, where: str) -> Value:
+        """`text` as this option's type; UsageError naming `where` when it is not."""
+        if text.lower() in ("", "none", "default") and self.default is None:
+            return None
+        try:
+            if self.kind is bool:
+                return {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}[text.lower()]
+            value: Value = self.kind(text)
+        except (ValueError, KeyError):
+            raise UsageError(f"{where}: {self.name} is {self._expected()}, not '{text}'", self.help) from None
+        return self.check(value, where)
+
+    def check(self, value: object, where: str) -> Value:
+        """`value` if it has the right type and range; UsageError naming `where` when not. None only where it is the default."""
+        if value is None and self.default is None:
+            return None
+        if self.kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        right_type = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
+        in_range = not isinstance(value, int | float) or self.low <= value <= self.high
+        if not right_type or not in_range or (self.choices and value not in self.choices):
+            raise UsageError(f"{where}: {self.name} is {self._expected()}, not {value!r}", self.help)
+        assert value is None or isinstance(value, str | int | float)
+        return value
+
+    def _expected(self) -> str:
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        noun = {int: "a whole number", float: "a number", bool: "on or off", str: "text"}[self.kind]
+        if self.low > -math.inf and self.high < math.inf:
+            return f"{noun} from {self.low:g} to {self.high:g}"
+        return f"{noun} of at least {self.low:g}" if self.low > -math.inf else noun
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option("model", str, "smollm2", "a model folder, a hub reference (org/name, org/name:4.0bpw) or smollm2", "model"),
+    Option("device", str, "auto", "where the model runs", "model", choices=("auto", "cpu", "cuda")),
+    Option(
+        "dtype", str, "auto", "arithmetic; float32 is exact", "model",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    ),
+    Option("context", int, None, "context length in tokens; unset: the model's own, at most 8192", "model", low=256, flag_name="--ctx"),
+    Option("system", str, None, "the system prompt; unset: what the model's template says", "chat"),
+    Option("max_tokens", int, None, "longest reply in tokens; unset: until the model ends it", "chat", low=1),
+    Option("temperature", float, 0.8, "0 is greedy, 1 the model's own distribution", "sampling", low=0, high=10),
+    Option("top_k", int, 0, "keep the k likeliest tokens; 0 is off", "sampling", low=0),
+    Option("top_p", float, 0.95, "keep the smallest set of tokens that reaches this probability; 1 is off", "sampling", low=0, high=1),
+    Option("min_p", float, 0.0, "keep tokens at least this fraction as likely as the best; 0 is off", "sampling", low=0, high=1),
+    Option("repetition_penalty", float, 1.0, "divide the logits of tokens seen before; 1 is off", "sampling", low=0.1, high=10),
+    Option("frequency_penalty", float, 0.0, "subtract this per earlier occurrence; 0 is off", "sampling", low=-10, high=10),
+    Option("presence_penalty", float, 0.0, "subtract this from tokens seen before; 0 is off", "sampling", low=-10, high=10),
+    Option("penalty_range", int, -1, "how many recent tokens the penalties see; -1 is all", "sampling", low=-1),
+    Option("penalty_decay", int, 0, "tokens beyond the range over which penalties fade", "sampling", low=0),
+    Option("seed", int, None, "same seed, same reply; unset: a new one per reply", "sampling", low=0, high=2**63 - 1),
+    Option("theme", str, "exl2-dark", "name of a theme (`/theme` lists them)", "screen"),
+)  # fmt: skip
+BY_NAME: Mapping[str, Option] = {option.name: option for option in OPTIONS}
+
+
+def option(name: str, where: str = "/set") -> Option:
+    """The row called `name` (dashes allowed); UsageError with the nearest name when there is none."""
+    key = name.strip().replace("-", "_")
+    if key in BY_NAME:
+        return BY_NAME[key]
+    near = get_close_matches(key, BY_NAME, n=1)
+    raise UsageError(
+        f"{where}: there is no setting '{name}'", f"did you mean {near[0]}?" if near else "`/set` lists them"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """An immutable stack of layers. `with_layer` returns a new one."""
+
+    layers: Mapping[Origin, Mapping[str, Value]] = field(default_factory=dict)
+
+    def with_layer(self, origin: Origin, values: Mapping[str, Value]) -> "Settings":
+        """A copy in which the layer `origin` is `values`, each checked against its row."""
+        checked = {option(k, origin).name: option(k, origin).check(v, origin) for k, v in values.items()}
+        return Settings({**self.layers, origin: checked})
+
+    def with_value(self, origin: Origin, name: str, value: Value) -> "Settings":
+        """A copy with one value changed in one layer."""
+        return self.with_layer(origin, {**self.layers.get(origin, {}), option(name, origin).name: value})
+
+    def without(self, origin: Origin, name: str) -> "Settings":
+        """A copy in which `origin` says nothing of `name`."""
+        kept = {k: v for k, v in self.layers.get(origin, {}).items() if k != option(name, origin).name}
+        return Settings({**self.layers, origin: kept})
+
+    def lookup(self, name: str) -> tuple[Value, Origin]:
+        """The value that holds, and the layer it came from."""
+        row = option(name)
+        for origin in reversed(LAYERS):
+            if row.name in self.layers.get(origin, {}):
+                return self.layers[origin][row.name], origin
+        return row.default, "default"
+
+    def __getitem__(self, name: str) -> Any:
+        return self.lookup(name)[0]
+
+    def sampling(self) -> Sampling:
+        """The sampler record made of the rows in group "sampling"."""
+        return Sampling(**{row.name: self[row.name] for row in OPTIONS if row.group == "sampling"})
+
+
+def load_settings(flags: Mapping[str, Value], config_file: Path, environ: Mapping[str, str] | None = None) -> Settings:
+    """Defaults, config.toml, environment and flags as one stack. UsageError names the file, the field and the remedy."""
+    env = os.environ if environ is None else environ
+    settings = Settings().with_layer("config.toml", read_config(config_file))
+    from_env = {row.name: row.parse(env[row.env], row.env) for row in OPTIONS if row.env in env}
+    return settings.with_layer("environment", from_env).with_layer("flag", flags)
+
+
+def read_config(path: Path) -> dict[str, Value]:
+    """config.toml as checked values; {} where there is no such file."""
+    try:
+        table = tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as fault:
+        raise UsageError(f"{path}: {fault}", "mend the line or move the file away") from None
+    return {
+        option(name, str(path)).name: option(name, str(path)).check(value, str(path)) for name, value in table.items()
+    }
