@@ -78,7 +78,7 @@ class Option:
         return self.check(value, where)
 
     def check(self, value: object, where: str) -> Value:
-        """`value` if it has the right type and range; UsageError naming `where` when not. None only where it is the default."""
+        """`value` if type and range are right; UsageError naming `where` if not. None only where it is the default."""
         if value is None and self.default is None:
             return None
         if self.kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -99,23 +99,22 @@ class Option:
         return f"{noun} of at least {self.low:g}" if self.low > -math.inf else noun
 
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
 OPTIONS: tuple[Option, ...] = (
-    Option("model", str, "smollm2", "a model folder, a hub reference (org/name, org/name:4.0bpw) or smollm2", "model"),
+    Option("model", str, "smollm2", "a model folder, a hub reference (org/name:4.0bpw) or smollm2", "model"),
     Option("device", str, "auto", "where the model runs", "model", choices=("auto", "cpu", "cuda")),
-    Option(
-        "dtype", str, "auto", "arithmetic; float32 is exact", "model",
-        choices=("auto", "float32", "bfloat16", "float16"),
-    ),
-    Option("context", int, None, "context length in tokens; unset: the model's own, at most 8192", "model", low=256, flag_name="--ctx"),
+    Option("dtype", str, "auto", "arithmetic; float32 is exact", "model", choices=DTYPES),
+    Option("context", int, None, "context in tokens; unset: up to 8192", "model", low=256, flag_name="--ctx"),
     Option("system", str, None, "the system prompt; unset: what the model's template says", "chat"),
     Option("max_tokens", int, None, "longest reply in tokens; unset: until the model ends it", "chat", low=1),
     Option("temperature", float, 0.8, "0 is greedy, 1 the model's own distribution", "sampling", low=0, high=10),
     Option("top_k", int, 0, "keep the k likeliest tokens; 0 is off", "sampling", low=0),
-    Option("top_p", float, 0.95, "keep the smallest set of tokens that reaches this probability; 1 is off", "sampling", low=0, high=1),
-    Option("min_p", float, 0.0, "keep tokens at least this fraction as likely as the best; 0 is off", "sampling", low=0, high=1),
-    Option("repetition_penalty", float, 1.0, "divide the logits of tokens seen before; 1 is off", "sampling", low=0.1, high=10),
-    Option("frequency_penalty", float, 0.0, "subtract this per earlier occurrence; 0 is off", "sampling", low=-10, high=10),
-    Option("presence_penalty", float, 0.0, "subtract this from tokens seen before; 0 is off", "sampling", low=-10, high=10),
+    Option("top_p", float, 0.95, "keep the fewest tokens reaching this sum; 1 is off", "sampling", low=0, high=1),
+    Option("min_p", float, 0.0, "keep tokens this likely beside the best; 0 is off", "sampling", low=0, high=1),
+    Option("repetition_penalty", float, 1.0, "divides logits of tokens seen; 1 is off", "sampling", low=0.1, high=10),
+    Option("frequency_penalty", float, 0.0, "subtracted per occurrence so far; 0: off", "sampling", low=-10, high=10),
+    Option("presence_penalty", float, 0.0, "subtracted from tokens seen; 0 is off", "sampling", low=-10, high=10),
     Option("penalty_range", int, -1, "how many recent tokens the penalties see; -1 is all", "sampling", low=-1),
     Option("penalty_decay", int, 0, "tokens beyond the range over which penalties fade", "sampling", low=0),
     Option("seed", int, None, "same seed, same reply; unset: a new one per reply", "sampling", low=0, high=2**63 - 1),
@@ -172,7 +171,7 @@ class Settings:
 
 
 def load_settings(flags: Mapping[str, Value], config_file: Path, environ: Mapping[str, str] | None = None) -> Settings:
-    """Defaults, config.toml, environment and flags as one stack. UsageError names the file, the field and the remedy."""
+    """config.toml, environment and flags as one stack. UsageError names the file, the field and the remedy."""
     env = os.environ if environ is None else environ
     settings = Settings().with_layer("config.toml", read_config(config_file))
     from_env = {row.name: row.parse(env[row.env], row.env) for row in OPTIONS if row.env in env}

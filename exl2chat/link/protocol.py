@@ -65,7 +65,7 @@ Request = Load | Generate | Stop | Shutdown
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What was loaded. `sampling` holds the model's own defaults (generation_config.json), only the fields it states."""
+    """What was loaded. `sampling` holds the fields of `Sampling` that its generation_config.json states."""
 
     name: str
     path: str

@@ -1,6 +1,7 @@
 """The table of architectures. A row states only what differs from Llama; every number comes from config.json.
 
-A feature that the tensors show (biases, tied head, q/k norms, fused projections) is not stated here: `quant.py` finds it.
+A feature that the tensors show (biases, tied head, q/k norms, fused projections) is not stated here: the reader of the
+tensors finds it.
 """
 
 from dataclasses import dataclass

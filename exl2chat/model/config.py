@@ -9,7 +9,7 @@ from exl2chat.model.arch import ArchSpec
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """RoPE, normalised from every spelling in the wild. `factors` are longrope's (short, long) divisors per frequency."""
+    """RoPE, normalised from every spelling. `factors` are longrope's divisors per frequency, short and long."""
 
     kind: Literal["default", "linear", "ntk", "llama3", "yarn", "longrope"]
     theta: float
