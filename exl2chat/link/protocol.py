@@ -49,7 +49,7 @@ class Generate(Record, frozen=True):
 
 
 class Stop(Record, frozen=True):
-    """Stop the reply `id` within one token. What was generated stays."""
+    """Stop the reply `id` within one token; what was generated stays. The empty id stops the load, which then fails."""
 
     id: str
 
@@ -147,7 +147,10 @@ class Failed(Record, frozen=True):
 
 
 class Died(Record, frozen=True):
-    """The engine process is gone. Sent by the supervisor, never by a worker; the next request starts a new one."""
+    """The engine process is gone. Sent by the supervisor, never by a worker.
+
+    The next request starts a new one, which holds no model: send Load again before Generate.
+    """
 
     detail: str
 
