@@ -9,8 +9,11 @@ from exl2chat.link.protocol import ModelInfo, Role, Stats, StopReason
 Phase = Literal["loading", "ready", "prefill", "streaming", "down"]
 
 
-class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One message of the tree. `parent` is None for the first; siblings share a parent. Times are ISO 8601 UTC."""
+class Message(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="k", tag="msg"):
+    """One message of the tree. `parent` is None for the first; siblings share a parent. Times are ISO 8601 UTC.
+
+    The tag makes it a record of a session file as it stands (`exl2chat.chat.store`).
+    """
 
     id: str
     parent: str | None
@@ -101,10 +104,11 @@ class SettingChanged(ChatEvent, frozen=True):
 
 
 class Notice(ChatEvent, frozen=True):
-    """One line for the user, shown for a while."""
+    """One line for the user, shown for a while. `status` is the exit code a command line leaves with (0: none)."""
 
     text: str
     level: Literal["information", "warning", "error"] = "information"
+    status: int = 0
 
 
 class ShowPage(ChatEvent, frozen=True):

@@ -1,0 +1,230 @@
+"""What the commands do. Each takes the controller and the text after the command's name."""
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from exl2chat.chat import pages
+from exl2chat.chat.events import (
+    ChooseSession,
+    ChooseTheme,
+    FillPrompt,
+    Message,
+    Notice,
+    QuitRequested,
+    SessionChanged,
+    ShowPage,
+)
+from exl2chat.chat.export import FORMATS, write_export
+from exl2chat.chat.session import Session, find_session, slug
+from exl2chat.errors import SessionError, UsageError
+from exl2chat.safetext import scrub_line
+from exl2chat.settings import Value, option
+
+if TYPE_CHECKING:
+    from exl2chat.chat.controller import Controller
+
+
+async def retry(controller: "Controller", argument: str) -> None:
+    """Reply once more to the message, or to what the message replied to."""
+    message = chosen(controller.path, argument, "user")
+    await controller.reply_to(message.id if message.role == "user" else message.parent)
+
+
+async def go_on(controller: "Controller", _: str) -> None:
+    """Continue the last reply; the longer one becomes its sibling."""
+    last = controller.path[-1]
+    await controller.reply_to(last.parent, last.text)
+
+
+async def edit(controller: "Controller", argument: str) -> None:
+    """Put a message into the prompt; what is sent then becomes its sibling."""
+    message = chosen(controller.path, argument, "user")
+    controller.emit(FillPrompt(message.text, message.id))
+
+
+async def undo(controller: "Controller", argument: str) -> None:
+    """Move the head before the last question, k times."""
+    tree = controller.session.tree
+    for _ in range(count(argument)):
+        tree = tree.move(tree.before_exchange())
+    controller.move_head(tree.head)
+
+
+async def redo(controller: "Controller", argument: str) -> None:
+    """Move the head after the next reply, k times."""
+    tree = controller.session.tree
+    for _ in range(count(argument)):
+        tree = tree.move(tree.after_exchange())
+    if tree.head == controller.session.tree.head:
+        raise UsageError("/redo: nothing was undone here", "`/branch` shows other versions")
+    controller.move_head(tree.head)
+
+
+async def branch(controller: "Controller", argument: str) -> None:
+    """Show a sibling of the message, by default of the last one that has any, with what follows it."""
+    words = argument.split()
+    number = next((word for word in words if word.startswith("#")), "")
+    step = next((word for word in words if not word.startswith("#")), "next")
+    tree = controller.session.tree
+    if number:
+        message = chosen(controller.path, number, "user")
+    else:
+        forks = [message for message in controller.path if len(tree.siblings(message.id)) > 1]
+        if not forks:
+            raise UsageError("/branch: every message here has one version", "`/retry` or `/edit` makes another")
+        message = forks[-1]
+    versions = tree.siblings(message.id)
+    if step in ("next", "prev"):
+        to = (versions.index(message) + (1 if step == "next" else -1)) % len(versions)
+    elif step.isdecimal() and 1 <= int(step) <= len(versions):
+        to = int(step) - 1
+    else:
+        raise UsageError(f"/branch: '{step}' is not next, prev or 1 to {len(versions)}")
+    controller.move_head(tree.leaf(versions[to].id))
+
+
+async def stop(controller: "Controller", _: str) -> None:
+    await controller.stop()
+
+
+async def new(controller: "Controller", argument: str) -> None:
+    """Start a session kept where this one is kept; the settings stay as they are."""
+    await controller.change_session(Session(controller.session.folder, argument))
+
+
+async def open_session(controller: "Controller", argument: str) -> None:
+    """Open the session called so; let the user choose when nothing is called exactly so."""
+    if not argument:
+        controller.emit(ChooseSession())
+        return
+    try:
+        path = find_session(argument, controller.paths)
+    except SessionError:
+        controller.emit(ChooseSession(argument))
+        return
+    if path != controller.session.file:
+        await controller.change_session(Session.open(path, controller.paths))
+
+
+async def rename(controller: "Controller", argument: str) -> None:
+    if not argument:
+        raise UsageError("/rename: which title?", "/rename quantum cats")
+    controller.session.rename(" ".join(argument.split()))
+    controller.emit(SessionChanged())
+
+
+async def fork(controller: "Controller", _: str) -> None:
+    await controller.change_session(controller.session.fork())
+    controller.emit(Notice("this is a copy now; it is saved with its next message"))
+
+
+async def delete(controller: "Controller", _: str) -> None:
+    """Move the file to the trash beside it and start a new session."""
+    session = controller.session
+    if session.read_only:
+        raise SessionError("this session is read-only", "delete it where it is open")
+    where = session.discard()
+    await controller.change_session(Session(session.folder))
+    controller.emit(Notice(f"moved to {scrub_line(str(where))}" if where else "forgotten"))
+
+
+async def export(controller: "Controller", argument: str) -> None:
+    """Write the path on show to a file: the format is a word, or the ending of the file's name."""
+    try:
+        words = shlex.split(argument)
+    except ValueError as fault:
+        raise UsageError(f"/export: {fault}", "put a path with spaces in quotes") from None
+    form = words.pop(0) if words and words[0] in FORMATS else ""
+    path = Path(words[0]).expanduser() if words else None
+    form = form or (path.suffix[1:] if path and path.suffix[1:] in FORMATS else "md")
+    session = controller.session
+    path = path or Path(f"{slug(session.title) or session.id}.{form}")
+    write_export(path, form, session.title, controller.path, controller.settings["system"])
+    controller.emit(Notice(f"written to {scrub_line(str(path.absolute()))}"))
+
+
+async def model(controller: "Controller", argument: str) -> None:
+    if not argument:
+        controller.emit(ShowPage("Model", pages.model_page(controller)))
+    else:
+        await controller.change_settings(controller.settings.with_value("/set", "model", argument))
+
+
+async def system(controller: "Controller", argument: str) -> None:
+    """Show or change the system prompt; "off" sends none."""
+    if not argument:
+        controller.emit(ShowPage("System prompt", pages.system_page(controller.settings)))
+        return
+    value = "" if argument == "off" else argument
+    await controller.change_settings(controller.settings.with_value("/set", "system", value))
+    controller.emit(Notice("no system prompt is sent" if argument == "off" else "system prompt changed"))
+
+
+async def set_value(controller: "Controller", argument: str) -> None:
+    """List the settings, show one, or change one; "default" takes back what `/set` said."""
+    name, _, text = argument.partition(" ")
+    if not name:
+        controller.emit(ShowPage("Settings", pages.settings_page(controller.settings)))
+        return
+    row = option(name)
+    if text.strip() == "default":
+        await controller.change_settings(controller.settings.without("/set", row.name))
+    elif text.strip():
+        await _change(controller, row.name, row.parse(text.strip(), "/set"))
+        return
+    value, origin = controller.settings.lookup(row.name)
+    controller.emit(Notice(f"{row.name} is {pages.shown(value)} ({origin}): {row.help}"))
+
+
+async def seed(controller: "Controller", argument: str) -> None:
+    """Show the seed, fix it, or draw a new one for every reply."""
+    if argument == "random":
+        await _change(controller, "seed", None)
+    else:
+        await set_value(controller, f"seed {argument}")
+
+
+async def stats(controller: "Controller", _: str) -> None:
+    controller.emit(ShowPage("Statistics", pages.stats_page(controller.path)))
+
+
+async def theme(controller: "Controller", argument: str) -> None:
+    if not argument:
+        controller.emit(ChooseTheme())
+    else:
+        known = controller.names.themes
+        if known and argument not in known:
+            raise UsageError(f"/theme: there is no theme '{argument}'", ", ".join(known))
+        await controller.change_settings(controller.settings.with_value("/set", "theme", argument))
+
+
+async def leave(controller: "Controller", _: str) -> None:
+    controller.emit(QuitRequested())
+
+
+async def _change(controller: "Controller", name: str, value: Value) -> None:
+    await controller.change_settings(controller.settings.with_value("/set", name, value))
+    controller.emit(Notice(f"{name} is {pages.shown(value)}"))
+
+
+def chosen(path: tuple[Message, ...], argument: str, role: str) -> Message:
+    """The message `#n` of `path`; without a number the last one of `role`. UsageError when there is none."""
+    if not argument:
+        found = [message for message in path if message.role == role]
+        if not found:
+            raise UsageError(f"there is no {role} message here")
+        return found[-1]
+    digits = argument.removeprefix("#")
+    if not digits.isdecimal() or not 1 <= int(digits) <= len(path):
+        raise UsageError(f"'{argument}' is not a message", f"#1 to #{len(path)} are on show")
+    return path[int(digits) - 1]
+
+
+def count(argument: str) -> int:
+    """How many times: a positive number, 1 when nothing is said."""
+    if not argument:
+        return 1
+    if not argument.isdecimal() or not 1 <= int(argument) <= 9999:
+        raise UsageError(f"'{argument}' is not a number of times", "/undo 2")
+    return int(argument)

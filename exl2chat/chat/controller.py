@@ -1,0 +1,399 @@
+"""The chat without a screen: text and commands in, typed events out.
+
+One task reads the engine's events; every state change happens in that task or in a call from the front end, on one
+event loop, before the first await of that call. There are no threads and no locks.
+"""
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from exl2chat.chat import commands
+from exl2chat.chat.completion import Completion, Names, complete
+from exl2chat.chat.events import (
+    ChatEvent,
+    FillPrompt,
+    LoadProgress,
+    Message,
+    MessageAdded,
+    ModelDown,
+    ModelReady,
+    Notice,
+    PathChanged,
+    Phase,
+    PrefillProgress,
+    ReplyFinished,
+    ReplyStarted,
+    ReplyText,
+    SessionChanged,
+    SettingChanged,
+)
+from exl2chat.chat.recall import chosen_values, with_session
+from exl2chat.chat.reply import Reply, request
+from exl2chat.chat.session import Session, new_id, now
+from exl2chat.errors import ChatError, SessionError, UsageError, error_for
+from exl2chat.link.protocol import (
+    Chunk,
+    Died,
+    Engine,
+    Event,
+    Failed,
+    Finished,
+    Load,
+    Loading,
+    ModelInfo,
+    Prefill,
+    Ready,
+    Stats,
+    Stop,
+    StopReason,
+)
+from exl2chat.paths import Paths
+from exl2chat.settings import OPTIONS, Settings
+
+DRAFT_SECONDS = 0.5
+Listener = Callable[[ChatEvent], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A line typed while the model was not free; `replaces` is the message it is to branch from."""
+
+    line: str
+    replaces: str | None = None
+
+
+class Controller:
+    """One chat: a session, an engine and the settings. The TUI, `run` and the tests are its consumers.
+
+    `names` are the words completion may offer that only the front end knows (models on disk, themes).
+    """
+
+    def __init__(
+        self, engine: Engine, settings: Settings, paths: Paths, session: Session, names: Names | None = None
+    ) -> None:
+        self.paths = paths
+        self.session = session
+        self.settings = with_session(settings, session)
+        self.names = names or Names()
+        self.model: ModelInfo | None = None
+        self.phase: Phase = "down"
+        self.last_stats: Stats | None = None
+        self._engine = engine
+        self._listeners: list[Listener] = []
+        self._queue: deque[Queued] = deque()
+        self._reply: Reply | None = None
+        self._loads = 0  # loads sent whose outcome is not known yet
+        self._wanted: Load | None = None
+        self._pump: asyncio.Task[None] | None = None
+        self._draft_timer: asyncio.TimerHandle | None = None
+        self._fault: str | None = None
+
+    # What a front end may look at
+
+    @property
+    def path(self) -> tuple[Message, ...]:
+        """The messages on show. While a reply is on its way they end with what it answers."""
+        return self.session.tree.path_to(self._reply.parent) if self._reply else self.session.path
+
+    @property
+    def reply(self) -> tuple[str, str] | None:
+        """Id and text so far of the reply on its way."""
+        return (self._reply.id, self._reply.text) if self._reply else None
+
+    @property
+    def queued(self) -> tuple[str, ...]:
+        """Lines that will be sent when the model is free, the next one first."""
+        return tuple(entry.line for entry in self._queue)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decode speed of the reply on its way, else of the last one."""
+        if self._reply:
+            return self._reply.tokens_per_second
+        return self.last_stats.tokens_per_second if self.last_stats else 0.0
+
+    @property
+    def context_used(self) -> int:
+        """Tokens of the context that the last prompt and reply fill."""
+        if self._reply:
+            return self._reply.prompt_tokens + self._reply.tokens
+        return self.last_stats.prompt_tokens + self.last_stats.reply_tokens if self.last_stats else 0
+
+    # What a front end may do
+
+    async def start(self) -> None:
+        """Listen to the engine and load the model; LoadProgress and ModelReady (or ModelDown) follow."""
+        self._pump = asyncio.create_task(self._read_events())
+        for line in self.session.notices:
+            self.emit(Notice(line, "warning"))
+        await self.load_model()
+
+    async def close(self) -> None:
+        """Keep what there is of a reply, release the session file and stop the engine."""
+        self._end_reply("stopped")
+        self.session.close()
+        await self._engine.close()
+        if self._pump:
+            self._pump.cancel()
+            await asyncio.gather(self._pump, return_exceptions=True)
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Have `listener` called with every event; call what is returned to end that."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    async def submit(self, text: str, replaces: str | None = None) -> None:
+        """Obey a command or send a message, at once or when the model is free.
+
+        `replaces` (from FillPrompt) is the message that this one becomes an alternative to.
+        """
+        action = commands.parse(text)
+        if not isinstance(action, commands.Text):
+            await self._obey(action)
+        elif self.session.read_only:
+            self.emit(FillPrompt(text, replaces))
+            self._report(SessionError("this session is read-only", "`/fork` goes on in a copy"))
+        elif action.text.strip():
+            await self.enqueue(text, replaces)
+
+    async def run(self, line: str) -> None:
+        """Obey the action `line`: a command with or without its slash. Never reaches the model."""
+        word = line if line.startswith("/") else "/" + line
+        action = commands.parse(word)
+        await self._obey(commands.Unknown(word) if isinstance(action, commands.Text) else action)
+
+    async def stop(self) -> None:
+        """Take back the newest queued message into the prompt; with none queued, stop the reply and keep its text."""
+        if self._queue:
+            entry = self._queue.pop()
+            self.emit(FillPrompt(entry.line, entry.replaces))
+        elif self._reply:
+            await self._engine.send(Stop(self._reply.id))
+
+    def complete(self, line: str, cursor: int) -> list[Completion]:
+        """What the text before `cursor` could become."""
+        return complete(line[:cursor], self.names, self.paths)
+
+    # What the actions (`exl2chat.chat.actions`) are made of
+
+    @property
+    def busy(self) -> bool:
+        """Whether a reply is on its way."""
+        return self._reply is not None
+
+    def emit(self, event: ChatEvent) -> None:
+        """Tell every listener. One that fails is reported to the event loop and does not stop the others."""
+        for listener in tuple(self._listeners):
+            try:
+                listener(event)
+            except Exception as fault:
+                context = {"message": f"a listener failed on {type(event).__name__}", "exception": fault}
+                asyncio.get_running_loop().call_exception_handler(context)
+
+    def add_message(self, message: Message) -> None:
+        """Save `message` at the head and show it."""
+        beside = message.parent != self.session.tree.head
+        self.session.add(message)
+        self._watch_disk()
+        self.emit(PathChanged() if beside else MessageAdded(message))
+
+    async def reply_to(self, parent: str | None, start: str = "") -> None:
+        """Ask for a reply to the message `parent` that begins with `start`. The model must be ready."""
+        sampling = self.settings.sampling()
+        if sampling.seed is None:
+            sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(32))
+        shown = self.path
+        name = self.model.name if self.model else ""
+        self._reply = Reply(new_id(), parent, start, sampling.seed or 0, name)
+        self.phase = "prefill"
+        if self.path != shown:
+            self.emit(PathChanged())
+        self.emit(ReplyStarted(self._reply.id, start))
+        await self._engine.send(request(self._reply.id, self.path, start, sampling, self.settings))
+
+    async def change_settings(self, settings: Settings) -> None:
+        """Let `settings` hold; a change of what is loaded loads anew. UsageError if a reply is on its way then."""
+        if self._reply and self._load_request(settings) != self._wanted:
+            raise UsageError("a reply is on its way", "stop it first")
+        changed = [row.name for row in OPTIONS if settings[row.name] != self.settings[row.name]]
+        self.settings = settings
+        for name in changed:
+            self.emit(SettingChanged(name))
+        if self._pump and self._load_request(self.settings) != self._wanted:
+            await self.load_model()
+
+    async def change_session(self, session: Session) -> None:
+        """Show another session, with the settings recorded in it."""
+        self.session.close()
+        self.session, self.last_stats, self._fault = session, None, None
+        self.emit(SessionChanged())
+        self.emit(PathChanged())
+        for line in session.notices:
+            self.emit(Notice(line, "warning"))
+        await self.change_settings(with_session(self.settings, session))
+
+    async def enqueue(self, line: str, replaces: str | None = None) -> None:
+        """Send `line` when the model is free, which may be now; load the model if it is down."""
+        self._queue.append(Queued(line, replaces))
+        if self.phase == "down":
+            await self.load_model()
+        await self._send_queued()
+
+    def move_head(self, head: str | None) -> None:
+        """Show the path that ends in `head`."""
+        self.session.move(head)
+        self._watch_disk()
+        self.emit(PathChanged())
+
+    async def load_model(self) -> None:
+        """Load what the settings say, in place of what is loaded."""
+        self._wanted = self._load_request(self.settings)
+        self._loads += 1
+        self.phase = "loading"
+        self.emit(LoadProgress("starting", 0, 0, ""))
+        await self._engine.send(self._wanted)
+
+    # Inside
+
+    @staticmethod
+    def _load_request(values: Settings) -> Load:
+        return Load(values["model"], values["device"], values["dtype"], values["context"])
+
+    async def _send_queued(self) -> None:
+        """Send what is queued as long as the model is free."""
+        while self._queue and self.phase == "ready" and not self._reply:
+            entry = self._queue.popleft()
+            action = commands.parse(entry.line)
+            if isinstance(action, commands.Text):
+                await self._send(action.text, entry.replaces)
+            else:
+                await self._obey(action)
+
+    async def _send(self, text: str, replaces: str | None) -> None:
+        """Save a message and, if it is the user's, ask for the reply. An edited reply is saved and that is all."""
+        replaced = self.session.tree.messages.get(replaces or "")
+        parent, role = (replaced.parent, replaced.role) if replaced else (self.session.tree.head, "user")
+        message = Message(new_id(), parent, role, text.encode("utf-8", "replace").decode(), now())
+        self.session.record_settings(chosen_values(self.settings))
+        self.add_message(message)
+        if role == "user":
+            await self.reply_to(message.id)
+
+    async def _obey(self, action: commands.Invocation | commands.Unknown) -> None:
+        try:
+            await commands.obey(action, self)
+        except ChatError as fault:
+            self._report(fault)
+
+    async def _read_events(self) -> None:
+        async for event in self._engine.events():
+            try:
+                await self._handle(event)
+            except ChatError as fault:
+                self._report(fault)
+            except Exception as fault:  # a defect here must not leave a chat that never answers again
+                context = {"message": f"handling {type(event).__name__} failed", "exception": fault}
+                asyncio.get_running_loop().call_exception_handler(context)
+
+    async def _handle(self, event: Event) -> None:
+        match event:
+            case Loading(stage, done, total, unit):
+                self.emit(LoadProgress(stage, done, total, unit))
+            case Ready():
+                self._take_model(event)
+            case Died(detail):
+                self._end_reply("crash")
+                self._go_down(error_for(1, f"the engine died: {detail}", "the next message starts it again"))
+                self._loads = 0
+            case Failed(id="", message=message, remedy=remedy, status=status):
+                self._loads -= 1
+                if self._loads <= 0:
+                    self._go_down(error_for(status, message, remedy))
+            case _ if self._reply and event.id == self._reply.id:
+                self._handle_reply(event, self._reply)
+        await self._send_queued()
+
+    def _take_model(self, event: Ready) -> None:
+        self._loads -= 1
+        if self._loads > 0:  # another load was asked for meanwhile
+            return
+        self.model, self.phase = event.model, "ready"
+        rows = {row.name for row in OPTIONS if row.group == "sampling"}
+        try:
+            self.settings = self.settings.with_layer(
+                "model", {k: v for k, v in event.model.sampling.items() if k in rows}
+            )
+        except UsageError as fault:
+            self._report(fault)
+        self.emit(ModelReady(event.model, event.seconds))
+
+    def _handle_reply(self, event: Event, reply: Reply) -> None:
+        match event:
+            case Prefill(id, done, total, cached):
+                reply.begin(event)
+                self.emit(PrefillProgress(id, done, total, cached))
+            case Chunk(id, text, tokens):
+                self.phase = "streaming"
+                reply.take(text, tokens)
+                self._draft_soon()
+                self.emit(ReplyText(id, text, tokens))
+            case Finished(_, reason, stats):
+                self.phase = "ready"
+                self.last_stats = stats
+                self._end_reply(reason, stats)
+            case Failed(_, message, remedy, status):
+                self.phase = "ready"
+                self._end_reply("error")
+                self._report(error_for(status, message, remedy))
+
+    def _go_down(self, fault: ChatError) -> None:
+        self.model, self.phase = None, "down"
+        self.emit(ModelDown(fault.message, fault.remedy, fault.status))
+
+    def _end_reply(self, stop: StopReason, stats: Stats | None = None) -> None:
+        """Save the reply on its way, or forget it when it brought nothing."""
+        reply, self._reply = self._reply, None
+        if self._draft_timer:
+            self._draft_timer.cancel()
+            self._draft_timer = None
+        if reply is None:
+            return
+        if reply.adds_nothing and (reply.text or stop in ("stopped", "error", "crash")):
+            self.emit(PathChanged())
+            return
+        message = reply.message(stop, stats)
+        self.session.add(message)
+        self._watch_disk()
+        self.emit(ReplyFinished(message))
+
+    def _draft_soon(self) -> None:
+        if not self._draft_timer:
+            self._draft_timer = asyncio.get_running_loop().call_later(DRAFT_SECONDS, self._draft)
+
+    def _draft(self) -> None:
+        """Write down what came of the reply since the last time."""
+        self._draft_timer = None
+        if self._reply:
+            self.session.draft(self._reply.id, self._reply.parent, self._reply.undrafted())
+            self._watch_disk()
+
+    def _watch_disk(self) -> None:
+        """Tell when saving begins to fail and when it works again."""
+        before, self._fault = self._fault, self.session.fault
+        if before == self._fault:
+            return
+        self.emit(SessionChanged())
+        if self._fault:
+            self.emit(
+                Notice(f"cannot save: {self._fault}; the chat is kept in memory and saved when it can be", "warning")
+            )
+        else:
+            self.emit(Notice("saving works again; everything is on disk"))
+
+    def _report(self, fault: ChatError) -> None:
+        self.emit(Notice(str(fault), "error", fault.status))

@@ -1,0 +1,83 @@
+"""The pages of Markdown that commands show: settings, model, statistics."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from exl2chat.chat.events import Message
+from exl2chat.settings import OPTIONS, Settings, Value
+
+if TYPE_CHECKING:
+    from exl2chat.chat.controller import Controller
+
+
+def shown(value: Value) -> str:
+    """A setting's value as the user would type it."""
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)
+
+
+def settings_page(settings: Settings) -> str:
+    """Every setting with its value and where that came from."""
+    rows = []
+    for row in OPTIONS:
+        value, origin = settings.lookup(row.name)
+        rows.append((f"`{row.name}`", _cell(shown(value)), origin, row.help))
+    return _table(("setting", "value", "from", "meaning"), rows)
+
+
+def system_page(settings: Settings) -> str:
+    """The system prompt and where it came from."""
+    value, origin = settings.lookup("system")
+    if value is None:
+        return "Unset: the model's template decides."
+    return f"From {origin}:\n\n{_quoted(str(value))}" if value else f"Off ({origin})."
+
+
+def model_page(controller: "Controller") -> str:
+    """What is loaded, or what is about to be."""
+    info = controller.model
+    if info is None:
+        return f"`{controller.settings['model']}` is {'loading' if controller.phase == 'loading' else 'not loaded'}."
+    rows = [
+        ("name", info.name),
+        ("path", info.path),
+        ("architecture", info.architecture),
+        ("weights", f"{info.quantization}, {info.weight_bytes / 2**20:,.0f} MiB"),
+        ("context", f"{info.context:,} tokens, {info.cache_bytes / 2**20:,.0f} MiB"),
+        ("vocabulary", f"{info.vocab_size:,} tokens"),
+        ("runs on", f"{info.device}, {info.dtype}"),
+        *((f"its own {name}", str(value)) for name, value in info.sampling.items()),
+    ]
+    return _table(("", controller.settings["model"]), [(name, _cell(value)) for name, value in rows])
+
+
+def stats_page(path: Sequence[Message]) -> str:
+    """Counts and speeds of every reply of the path."""
+    rows = []
+    for number, message in enumerate(path, 1):
+        if message.stats is None:
+            continue
+        s = message.stats
+        counts = (f"{s.prompt_tokens:,}", f"{s.cached_tokens:,}", f"{s.reply_tokens:,}")
+        speeds = (f"{s.first_token_s:.2f} s", f"{s.tokens_per_second:.1f}")
+        rows.append((f"#{number}", *counts, *speeds, message.stop or "", str(s.seed), _cell(message.model)))
+    head = ("reply", "prompt", "of it cached", "tokens", "first after", "tokens/s", "ended by", "seed", "model")
+    return _table(head, rows) if rows else "No reply yet."
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _cell(text: str) -> str:
+    """`text` on one line, with nothing in it that ends the cell."""
+    line = " ".join(text.split())
+    return (line if len(line) <= 80 else line[:79] + "…").replace("\\", "\\\\").replace("|", "\\|")
+
+
+def _quoted(text: str) -> str:
+    return "\n".join("> " + line for line in text.split("\n"))

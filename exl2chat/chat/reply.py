@@ -1,0 +1,93 @@
+"""The reply that is on its way, and what the model is to read before it."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from exl2chat.chat.events import Message
+from exl2chat.chat.session import now
+from exl2chat.link.protocol import Generate, Prefill, Stats, StopReason, Turn
+from exl2chat.settings import Sampling, Settings
+
+
+@dataclass
+class Reply:
+    """What has come of a reply so far. It begins with `start`; `drafted` characters of `text` are written down."""
+
+    id: str
+    parent: str | None
+    start: str
+    seed: int
+    model: str
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    text: str = ""
+    _first_at: float = 0.0
+    _first_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.text = self.start
+
+    def begin(self, event: Prefill) -> None:
+        """Part of the prompt was read."""
+        self.prompt_tokens, self.cached_tokens = event.total, event.cached
+
+    def take(self, text: str, tokens: int) -> None:
+        """More text came; `tokens` is the number generated so far."""
+        if not self._first_at:
+            self._first_at, self._first_tokens = time.monotonic(), tokens
+        self.text += text
+        self.tokens = tokens
+
+    def undrafted(self) -> str:
+        """The text that came since the last call."""
+        fresh, self.drafted = self.text[self.drafted :], len(self.text)
+        return fresh
+
+    @property
+    def adds_nothing(self) -> bool:
+        return self.text == self.start
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens after the first chunk over the time since it; 0 before there are any."""
+        elapsed = time.monotonic() - self._first_at
+        return (self.tokens - self._first_tokens) / elapsed if self._first_at and elapsed > 0 else 0.0
+
+    def message(self, stop: StopReason, stats: Stats | None = None) -> Message:
+        """The reply as a message of the tree. Its statistics always name the seed that reproduces it."""
+        known = stats or Stats(self.prompt_tokens, self.cached_tokens, self.tokens)
+        return Message(
+            id=self.id,
+            parent=self.parent,
+            role="assistant",
+            text=self.text,
+            created=now(),
+            stop=stop,
+            stats=msgspec.structs.replace(known, seed=self.seed),
+            model=self.model,
+        )
+
+
+def request(id: str, path: Sequence[Message], start: str, sampling: Sampling, settings: Settings) -> Generate:
+    """The request for a reply to `path` that begins with `start`."""
+    turns = turns_of(path, settings["system"])
+    if start:
+        turns += (Turn("assistant", start),)
+    return Generate(id, turns, sampling, settings["max_tokens"])
+
+
+def turns_of(path: Sequence[Message], system: str | None) -> tuple[Turn, ...]:
+    """The path as the model is to see it. Neighbours of one role (a reply failed in between) become one turn:
+    many chat templates insist on alternation."""
+    turns = [Turn("system", system)] if system else []
+    for message in path:
+        if turns and turns[-1].role == message.role:
+            turns[-1] = Turn(message.role, turns[-1].text + "\n\n" + message.text)
+        else:
+            turns.append(Turn(message.role, message.text))
+    return tuple(turns)

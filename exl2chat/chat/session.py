@@ -1,0 +1,241 @@
+"""One conversation: its tree of messages, its title, what was set in it, and the file all that is kept in."""
+
+import re
+import secrets
+import unicodedata
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from exl2chat.chat.events import Message
+from exl2chat.chat.records import Draft, Header, Log, Record, Set, Title, load
+from exl2chat.chat.store import SessionFile
+from exl2chat.chat.tree import Head, Tree
+from exl2chat.errors import ChatError, SessionError
+from exl2chat.paths import Paths, fsync_folder, private_folder
+from exl2chat.settings import Value
+
+TITLE_LENGTH = 60
+SUFFIX = ".jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSummary:
+    """A line of the session list. `updated` is in seconds since 1970; `messages` counts every branch."""
+
+    id: str
+    title: str
+    updated: float
+    messages: int
+    path: Path
+
+
+def now() -> str:
+    """This moment as ISO 8601 UTC, to the second."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def new_id() -> str:
+    """A message or session id: 48 random bits, so that ids of copies never meet by accident."""
+    return secrets.token_hex(6)
+
+
+class Session:
+    """Everything said and set in one chat. Changes go to the file at once; the file appears with the first message.
+
+    `folder` is None for a conversation that is never written down. `notices` tell what opening the file had to mend.
+    """
+
+    def __init__(self, folder: Path | None, title: str = "", forked_from: str | None = None) -> None:
+        self.folder = folder
+        self.notices: tuple[str, ...] = ()
+        self.header = Header(1, new_id(), now(), title, forked_from)
+        self.title = title
+        self.tree = Tree()
+        self.settings: Mapping[str, Value] = {}
+        self._file: SessionFile | None = None
+        self._unwritten: list[Record | Header] = []
+
+    @classmethod
+    def create(cls, paths: Paths) -> "Session":
+        """A new session, saved below `paths` from its first message on."""
+        return cls(paths.sessions)
+
+    @classmethod
+    def in_memory(cls) -> "Session":
+        """A session that leaves no trace."""
+        return cls(None)
+
+    @classmethod
+    def open(cls, which: str | Path, paths: Paths) -> "Session":
+        """The saved session with the id, path or title `which`; "last" is the one changed most recently.
+
+        A reply that a crash interrupted becomes a message. SessionError when there is none or it is beyond recovery.
+        """
+        path = which if isinstance(which, Path) else find_session(which, paths)
+        file, log = SessionFile.open(path)
+        session = cls(path.parent, log.title)
+        session.header = log.header or Header(1, path.stem.rpartition("-")[2], now(), log.title)
+        session.tree, session.settings, session._file = log.tree, log.settings, file
+        if log.header is None:
+            session._unwritten.append(session.header)
+        session.notices = tuple(session._mend(log))
+        return session
+
+    @property
+    def id(self) -> str:
+        return self.header.id
+
+    @property
+    def path(self) -> tuple[Message, ...]:
+        """The messages from the first to the head."""
+        return self.tree.path
+
+    @property
+    def read_only(self) -> bool:
+        """Whether another exl2chat holds the file, or its permissions forbid writing."""
+        return self._file is not None and self._file.read_only
+
+    @property
+    def fault(self) -> str | None:
+        """Why the last messages are not on disk; None when they are."""
+        return self._file.fault if self._file else None
+
+    @property
+    def file(self) -> Path | None:
+        """Where the session is saved; None before its first message and for one in memory."""
+        return self._file.path if self._file else None
+
+    def add(self, message: Message) -> None:
+        """Append `message`, make it the head, and return once it is on disk (or `fault` says why not)."""
+        self.tree = self.tree.add(message)
+        if not self.title and message.role == "user":
+            self.title = title_of(message.text)
+        if self._file is None and self.folder is not None:
+            self._name_file(self.folder)
+        self._write(message)
+
+    def move(self, head: str | None) -> None:
+        """Make `head` the end of the path."""
+        if head != self.tree.head:
+            self.tree = self.tree.move(head)
+            self._write(Head(head))
+
+    def rename(self, title: str) -> None:
+        """Give the session another title; the file keeps its name."""
+        self.title = title
+        self._write(Title(title))
+
+    def record_settings(self, values: Mapping[str, Value]) -> None:
+        """Remember what the user chose; it holds again when the session is opened."""
+        if values != self.settings:
+            self.settings = dict(values)
+            self._write(Set(dict(values)), durable=False)
+
+    def draft(self, id: str, parent: str | None, text: str) -> None:
+        """Write down `text`, the next part of a reply that is still being generated."""
+        self._write(Draft(id, parent, text), durable=False)
+
+    def fork(self) -> "Session":
+        """A new session that begins with this one's path; it is saved from its next message on."""
+        copy = Session(self.folder, self.title, forked_from=self.id)
+        copy.tree = Tree().replay(self.path)
+        copy.settings = self.settings
+        copy._unwritten = [Set(dict(self.settings)), *self.path] if self.settings else list(self.path)
+        return copy
+
+    def discard(self) -> Path | None:
+        """Move the file to the folder `.trash` beside it and close; where it went. ChatError when it cannot be."""
+        self.close()
+        if self._file is None:
+            return None
+        source, trash = self._file.path, private_folder(self._file.path.parent / ".trash")
+        try:
+            source.rename(trash / source.name)
+            fsync_folder(source.parent)
+        except OSError as fault:
+            raise ChatError(f"{source}: {fault.strerror}", "the session stays where it is") from None
+        return trash / source.name
+
+    def close(self) -> None:
+        """Release the file. The session can still be read."""
+        if self._file:
+            self._file.close()
+
+    def _write(self, *records: Record, durable: bool = True) -> None:
+        if self.folder is None:
+            return
+        self._unwritten += records
+        if self._file:
+            self._file.append(*self._unwritten, durable=durable)
+            self._unwritten.clear()
+
+    def _name_file(self, folder: Path) -> None:
+        """Name the file by date, title and id; renaming the session never renames it."""
+        parts = (self.header.created[:10], slug(self.title), self.id)
+        self.header = Header(1, self.id, self.header.created, self.title, self.header.forked_from)
+        self._unwritten = [self.header, *(record for record in self._unwritten if not isinstance(record, Title))]
+        self._file = SessionFile(folder / ("-".join(filter(None, parts)) + SUFFIX))
+
+    def _mend(self, log: Log) -> Iterator[str]:
+        """Turn what a crash left into messages; one line for each thing done."""
+        if log.damaged:
+            yield f"{log.damaged} damaged lines of the session file were skipped; they stay in the file"
+        if self.read_only:
+            yield "this session is open elsewhere: it is shown read-only, `/fork` goes on in a copy"
+            return
+        if log.torn:
+            yield f"the last line of the session file was cut short by a crash ({len(log.torn)} bytes)"
+        for draft in log.drafts:
+            self.add(Message(draft.id, draft.parent, "assistant", draft.text, now(), stop="crash"))
+            yield f"recovered {len(draft.text)} characters of a reply that a crash interrupted"
+
+
+def title_of(text: str) -> str:
+    """A title made of the first line of a message."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return line if len(line) <= TITLE_LENGTH else line[: TITLE_LENGTH - 1].rstrip() + "…"
+
+
+def slug(title: str) -> str:
+    """The title as part of a file name: lower-case letters, digits and dashes; may be empty."""
+    plain = unicodedata.normalize("NFKD", title).encode("ascii", "ignore").decode().lower()
+    return "-".join(re.findall("[a-z0-9]+", plain))[:40].strip("-")
+
+
+def find_session(which: str, paths: Paths) -> Path:
+    """The file of the session called `which`: "last", an id, a title in any case, or a path. SessionError if none."""
+    if which != "last" and (which.endswith(SUFFIX) or "/" in which):
+        return Path(which).expanduser()
+    saved = list_sessions(paths)
+    for summary in saved:
+        if which in ("last", summary.id) or which.casefold() == summary.title.casefold():
+            return summary.path
+    what = "no session is saved yet" if which == "last" else f"there is no session '{which}'"
+    raise SessionError(what, f"sessions are kept in {paths.sessions}")
+
+
+def list_sessions(paths: Paths) -> list[SessionSummary]:
+    """The saved sessions, the one changed last first. Files that hold no message are left out."""
+    summaries = (_summary(path) for path in paths.sessions.glob("*" + SUFFIX))
+    return sorted(filter(None, summaries), key=lambda summary: summary.updated, reverse=True)
+
+
+def _summary(path: Path) -> SessionSummary | None:
+    """The list line of one file, by byte search: no message is decoded, because there may be thousands of files."""
+    try:
+        data, updated = path.read_bytes(), path.stat().st_mtime
+    except OSError:
+        return None
+    messages = data.count(b'{"k":"msg"')
+    if not messages:
+        return None
+    renamed = data.rfind(b'\n{"k":"title"') + 1
+    ends = data.find(b"\n", renamed)
+    try:
+        log = load(data[: data.find(b"\n") + 1] + data[renamed : ends + 1])
+    except SessionError:
+        return None
+    id = log.header.id if log.header else path.stem.rpartition("-")[2]
+    return SessionSummary(id, log.title or path.stem, updated, messages, path)

@@ -1,0 +1,139 @@
+"""The file of one session: appended to, never rewritten, locked against a second writer.
+
+One write() per group of records on an O_APPEND descriptor: process death leaves all of the group or none. A power
+loss or a full disk can tear the last line; it is copied beside the file and cut before the next append. What cannot be
+written waits in memory and goes out with the next record that can: a full disk costs durability, never the chat.
+"""
+
+import fcntl
+import os
+from errno import ENOLCK, ENOSPC, ENOTSUP
+from pathlib import Path
+
+from exl2chat.chat.records import Header, Log, Record, dump, load
+from exl2chat.errors import ChatError, SessionError
+from exl2chat.paths import fsync_folder, open_private, private_folder
+
+
+class SessionFile:
+    """Appends records to `path`. `fault` says why the last attempt failed, None when all is on disk."""
+
+    def __init__(self, path: Path, log: Log | None = None, handle: int = -1, read_only: bool = False) -> None:
+        self.path = path
+        self.read_only = read_only
+        self.fault: str | None = None
+        self._handle = handle
+        self._size = log.size if log else 0
+        self._torn = log.torn if log else b""
+        self._waiting = bytearray() if log is None or log.complete else bytearray(b"\n")
+
+    @classmethod
+    def open(cls, path: Path) -> tuple["SessionFile", Log]:
+        """The file and what it says. Read-only when another process holds it or its permissions say so.
+
+        SessionError (status 6) when it cannot be read or holds nothing of a session.
+        """
+        handle, read_only = _open_locked(path)
+        try:
+            with open(handle, "rb", closefd=False) as file:
+                log = load(file.read())
+        except (OSError, SessionError) as fault:
+            os.close(handle)
+            remedy = fault.remedy if isinstance(fault, SessionError) else ""
+            reason = fault.message if isinstance(fault, SessionError) else fault
+            raise SessionError(f"{path}: {reason}", remedy) from None
+        if log.size + len(log.torn) and not log.tree.messages and log.header is None:
+            os.close(handle)
+            raise SessionError(f"{path}: nothing in it is a record of a session", "choose another with --resume")
+        return cls(path, log, handle, read_only), log
+
+    def append(self, *records: Record | Header, durable: bool = True) -> None:
+        """Write `records` in one write(); when `durable`, return only once they are on the disk.
+
+        A failure is kept in `fault`, the records in memory for the next attempt. Nothing is written when read-only.
+        """
+        if self.read_only:
+            return
+        for record in records:
+            self._waiting += dump(record)
+        try:
+            self._flush(durable or self.fault is not None)
+            self.fault = None
+        except (OSError, ChatError) as fault:
+            self.fault = fault.strerror or str(fault) if isinstance(fault, OSError) else fault.message
+
+    def close(self) -> None:
+        """Write what is waiting, if that is possible now, and release the lock. Any further call does nothing."""
+        if self._waiting and self.fault:
+            self.append()
+        if self._handle >= 0:
+            os.close(self._handle)
+        self._handle, self.read_only = -1, True
+
+    def _flush(self, durable: bool) -> None:
+        if self._handle < 0:
+            self._create()
+        self._cut_tail()
+        written = os.write(self._handle, self._waiting)
+        if written < len(self._waiting):
+            raise OSError(ENOSPC, os.strerror(ENOSPC))
+        if durable:
+            # After a failed sync nobody knows what the disk holds: the records stay in `_waiting`, the next flush
+            # cuts them off and writes them again.
+            os.fdatasync(self._handle)
+        self._size += written
+        self._waiting.clear()
+
+    def _create(self) -> None:
+        private_folder(self.path.parent)
+        handle = open_private(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        try:
+            _lock(handle)
+            fsync_folder(self.path.parent)
+        except OSError:
+            os.close(handle)
+            raise
+        self._handle = handle
+
+    def _cut_tail(self) -> None:
+        """Remove what follows the last whole record: a torn line (copied first) or our own failed write."""
+        end = os.fstat(self._handle).st_size
+        if end <= self._size:
+            return
+        if self._torn:
+            copy = open_private(self.path.with_suffix(".torn"), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            try:
+                os.write(copy, self._torn + b"\n")
+                os.fdatasync(copy)
+            finally:
+                os.close(copy)
+            self._torn = b""
+        os.ftruncate(self._handle, self._size)
+
+
+def _open_locked(path: Path) -> tuple[int, bool]:
+    """A descriptor of `path`, and whether it may only be read."""
+    try:
+        handle = open_private(path, os.O_RDWR | os.O_APPEND)
+    except OSError:
+        try:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC), True
+        except OSError as fault:
+            raise SessionError(f"{path}: {fault.strerror}", "`exl2chat --resume` lists the saved ones") from None
+    try:
+        _lock(handle)
+    except BlockingIOError:
+        return handle, True
+    return handle, False
+
+
+def _lock(handle: int) -> None:
+    """Become the one writer, until the descriptor closes or the process dies. BlockingIOError when another is."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as fault:
+        if fault.errno not in (
+            ENOLCK,
+            ENOTSUP,
+        ):  # some network file systems have no locks: better unlocked than unsaved
+            raise
