@@ -1,0 +1,1 @@
+"""What runs: tensors, the forward pass, sampling and the generators."""

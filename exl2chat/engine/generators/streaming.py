@@ -1,0 +1,207 @@
+"""One reply at a time, token by token, over a cache that is kept from turn to turn."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from exl2chat.engine.sampler import Sampler
+from exl2chat.engine.stopping import StopConditions, StopReason, StopStrings
+from exl2chat.errors import ChatError, ContextError, UsageError
+from exl2chat.settings import Sampling
+
+if TYPE_CHECKING:
+    from exl2chat.engine.cache import KVCache
+    from exl2chat.engine.transformer import Transformer
+    from exl2chat.model.tokenizer import Detokenizer, Tokenizer
+
+PREFILL_TOKENS = {"cpu": 256, "cuda": 2048}  # per chunk: an abort waits for one at most
+
+OnPrefill = Callable[[int, int, int], None]
+Abort = Callable[[], bool]
+
+
+class StreamResult(msgspec.Struct, frozen=True):
+    """What one step added to the reply.
+
+    `text` may be "" while a character or a stop string is forming; `tokens` are withheld while text is. A stop id and
+    the tokens of a stop string are in no result. `reply_tokens` counts everything generated so far.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    reply_tokens: int
+    stop_reason: StopReason | None = None
+
+    @property
+    def eos(self) -> bool:
+        """The reply is complete."""
+        return self.stop_reason is not None
+
+
+class StreamStart(msgspec.Struct, frozen=True):
+    """How a reply began: the prompt's length, how much of it was in the cache, and the seed that reproduces it."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    seed: int
+
+
+@dataclass(slots=True)
+class _Reply:
+    """The reply being written."""
+
+    sampler: Sampler
+    detokenizer: "Detokenizer"
+    stop_ids: frozenset[int]
+    stops: StopStrings
+    limit: int | None
+    abort: Abort
+    held: list[int] = field(default_factory=list)
+    count: int = 0
+    reason: StopReason | None = None
+
+    def release(self) -> tuple[int, ...]:
+        """The held tokens, held no longer."""
+        tokens, self.held = tuple(self.held), []
+        return tokens
+
+
+class StreamingGenerator:
+    """Drives one model over one cache, which holds the first `cache.length` of `tokens`, the sequence so far.
+
+    Only the last token of a sequence is ever missing from the cache, except after an abort or an error; whatever is
+    missing is computed before the next token is drawn, so a stream can be dropped at any step and the next one finds
+    every token that was computed.
+    """
+
+    def __init__(self, model: "Transformer", cache: "KVCache", tokenizer: "Tokenizer") -> None:
+        self._model, self._cache, self._tokenizer = model, cache, tokenizer
+        self._chunk = PREFILL_TOKENS[model.device.type]
+        self._conditions = StopConditions(tokenizer.eos_ids)
+        self._reply: _Reply | None = None
+        self.tokens: list[int] = []
+
+    def set_stop_conditions(self, conditions: Collection[int | str]) -> None:
+        """Token ids and strings that end a reply, from the next `begin_stream_ex` on. Before: the tokenizer's EOS ids.
+
+        StopConditionError, a ValueError, on anything else.
+        """
+        self._conditions = StopConditions.of(conditions)
+
+    def begin_stream_ex(
+        self,
+        input_ids: Sequence[int] | torch.Tensor,
+        settings: Sampling,
+        *,
+        max_new_tokens: int | None = None,
+        abort: Abort = lambda: False,
+        on_prefill: OnPrefill | None = None,
+        decode_special_tokens: bool = False,
+    ) -> StreamStart:
+        """Read the prompt: all but its last token go into the cache, less the longest prefix that is there already.
+
+        input_ids: [n] or [1, n]. settings.seed None draws a seed, reported in the result. `abort` is asked before
+        every chunk and every token; once it is true the prompt is read no further and `stream_ex` reports "stopped".
+        on_prefill(done, total, cached) follows every chunk. ContextError when the prompt leaves no room for a token.
+        """
+        self._reply = None
+        ids = self._checked(input_ids)
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens is {max_new_tokens}", "it is at least 1")
+        cached = self._reuse(ids)
+        reply = _Reply(
+            Sampler(settings, ids),
+            self._tokenizer.detokenizer(special=decode_special_tokens),
+            self._conditions.ids,
+            StopStrings(self._conditions.strings),
+            max_new_tokens,
+            abort,
+        )
+        self._prefill(reply.abort, cached, on_prefill)
+        self._reply = reply
+        return StreamStart(len(ids), cached, reply.sampler.seed)
+
+    def stream_ex(self) -> StreamResult:
+        """Generate one token. A result with a stop reason completes the reply; further calls repeat the reason."""
+        reply = self._reply
+        if reply is None:
+            raise ChatError("no reply was begun", "call begin_stream_ex first")
+        if reply.reason is not None:
+            return StreamResult("", (), reply.count, reply.reason)
+        if reply.abort():
+            return self._finish(reply, "stopped")
+        logits = self._forward(self.tokens[self._cache.length :])
+        token = reply.sampler.sample(logits[: self._tokenizer.vocab_size], len(self.tokens))
+        reply.sampler.observe(token)
+        self.tokens.append(token)
+        reply.count += 1
+        if token in reply.stop_ids:
+            return self._finish(reply, "eos")
+        return self._emit(reply, token)
+
+    def _emit(self, reply: _Reply, token: int) -> StreamResult:
+        """The result of an ordinary token: its text so far as it is certain, and whether the reply ends here."""
+        reply.held.append(token)
+        text = reply.stops.push(reply.detokenizer.push(token))
+        if reply.stops.found is not None:
+            reply.reason = "stop_string"
+            return StreamResult(text, (), reply.count, reply.reason)
+        if reply.count == reply.limit:
+            return self._finish(reply, "max_tokens", text)
+        if len(self.tokens) == self._cache.capacity:
+            return self._finish(reply, "context", text)
+        return StreamResult(text, () if reply.stops.held else reply.release(), reply.count)
+
+    def _finish(self, reply: _Reply, reason: StopReason, text: str = "") -> StreamResult:
+        """The last result: `text` and whatever was held back."""
+        reply.reason = reason
+        text += reply.stops.push(reply.detokenizer.flush())
+        return StreamResult(text + reply.stops.flush(), reply.release(), reply.count, reason)
+
+    def _checked(self, input_ids: Sequence[int] | torch.Tensor) -> list[int]:
+        """The prompt as a list; UsageError when it is no prompt, ContextError when it is too long."""
+        if isinstance(input_ids, torch.Tensor):
+            if input_ids.dim() > 1 and input_ids.shape[0] != 1:
+                raise UsageError(f"input_ids has shape {list(input_ids.shape)}", "a stream has one row: [1, n]")
+            input_ids = input_ids.reshape(-1).tolist()
+        ids = list(input_ids)
+        vocabulary = self._model.config.vocab_size
+        if not ids:
+            raise UsageError("the prompt has no tokens", "give at least one")
+        if min(ids) < 0 or max(ids) >= vocabulary:
+            raise UsageError("the prompt has token ids the model does not know", f"ids are 0 to {vocabulary - 1}")
+        if (over := len(ids) + 1 - self._cache.capacity) > 0:
+            raise ContextError(
+                f"the prompt has {len(ids)} tokens, {over} too many for a context of {self._cache.capacity}",
+                "shorten it, start a new conversation, or load the model with a larger --ctx",
+            )
+        return ids
+
+    def _reuse(self, ids: list[int]) -> int:
+        """Make `ids` the sequence and cut the cache to what they share with the last one; that length."""
+        known = self.tokens[: self._cache.length]
+        common = next((n for n, pair in enumerate(zip(known, ids[:-1], strict=False)) if pair[0] != pair[1]), None)
+        if common is None:
+            common = min(len(known), len(ids) - 1)
+        self._cache.truncate(common)
+        self.tokens = ids
+        return common
+
+    def _prefill(self, abort: Abort, cached: int, on_prefill: OnPrefill | None) -> None:
+        last = len(self.tokens) - 1
+        while self._cache.length < last and not abort():
+            start = self._cache.length
+            self._forward(self.tokens[start : min(start + self._chunk, last)])
+            if on_prefill is not None:
+                on_prefill(self._cache.length, len(self.tokens), cached)
+
+    def _forward(self, tokens: list[int]) -> NDArray[np.float32]:
+        """Append `tokens` to the cache; the logits [V] after the last of them."""
+        ids = torch.tensor(tokens, dtype=torch.int64, device=self._model.device)
+        logits: NDArray[np.float32] = self._model.forward(ids, self._cache, last_only=True)[-1].numpy(force=True)
+        return logits
