@@ -7,7 +7,7 @@ from pathlib import Path
 from exl2chat.errors import ModelError
 from exl2chat.model.config import ModelConfig, read_config
 from exl2chat.model.folder import ModelFolder, open_folder
-from exl2chat.model.quant import Linear, QuantHints, expect, expect_finite, find_linear
+from exl2chat.model.quant import Linear, expect, expect_finite, find_linear
 from exl2chat.model.tensors import FLOATS, TensorInfo, read_tensor_index
 
 # Where the text model's tensors start: alone, or within a multimodal checkpoint of either generation.
@@ -105,8 +105,6 @@ class _Finder:
         self.prefix = next((p for p in PREFIXES if f"{p}embed_tokens.weight" in tensors), PREFIXES[0])
         norms = (f"{self.prefix}layers.", ("self_attn.q_norm.weight", "self_attn.k_norm.weight"))
         self.has_head_norms = any(name.startswith(norms[0]) and name.endswith(norms[1]) for name in tensors)
-        size = config.quantization.get("group_size")
-        self.hints = QuantHints(size if type(size) is int else 0, config.gptq_v2)
 
     def missing(self, name: str) -> ModelError:
         return ModelError(f"{self.folder.path}: no file holds tensor {name}", "download the complete model again")
@@ -136,7 +134,7 @@ class _Finder:
         return info
 
     def linear(self, key: str, in_features: int, out_features: int) -> Linear:
-        found = find_linear(self.tensors, key, in_features, out_features, self.hints)
+        found = find_linear(self.tensors, key, in_features, out_features, self.config.quant)
         if found is None:
             raise self.missing(f"{key}.q_weight, .qweight or .weight")
         return found
@@ -157,7 +155,7 @@ class _Finder:
     def projections(self, prefix: str, fused: str, parts: Mapping[str, int]) -> tuple[Linear, ...]:
         """Projections of the hidden state that a checkpoint may hold as one or one by one."""
         hidden = self.config.hidden_size
-        whole = find_linear(self.tensors, prefix + fused, hidden, sum(parts.values()), self.hints)
+        whole = find_linear(self.tensors, prefix + fused, hidden, sum(parts.values()), self.config.quant)
         if whole is not None:
             return (whole,)
         return tuple(self.linear(prefix + name, hidden, width) for name, width in parts.items())
@@ -174,10 +172,10 @@ class _Finder:
         """lm_head beside the text model, else the embedding if config.json does not say that they differ."""
         config = self.config
         key = "language_model.lm_head" if self.prefix.startswith("language_model.") else "lm_head"
-        found = find_linear(self.tensors, key, config.hidden_size, config.vocab_size, self.hints, padded=True)
+        found = find_linear(self.tensors, key, config.hidden_size, config.vocab_size, self.config.quant, padded=True)
         if found is None and config.tie_embeddings:
             embedding = self.prefix + "embed_tokens"
-            found = find_linear(self.tensors, embedding, config.hidden_size, config.vocab_size, self.hints)
+            found = find_linear(self.tensors, embedding, config.hidden_size, config.vocab_size, self.config.quant)
         if found is None:
             raise self.missing(f"{key}.q_weight, .qweight or .weight")
         return found

@@ -12,6 +12,7 @@ from exl2chat.errors import ModelError, UsageError
 from exl2chat.model.arch import ArchSpec, find_arch
 from exl2chat.model.fields import Fields
 from exl2chat.model.folder import ModelFolder
+from exl2chat.model.quant_config import QuantConfig, read_quant_config
 from exl2chat.model.rope_config import Rope as Rope
 from exl2chat.model.rope_config import read_rope
 from exl2chat.settings import option
@@ -33,9 +34,9 @@ class ModelConfig:
     """Everything the engine needs to know of a model, checked. Lengths are in tokens.
 
     windows: one entry per layer, None where attention is full; a window of w is the token itself and the w - 1 before
-    it. attention_scale multiplies q.k. Soft caps are None where
-    absent. eos_ids: union of config.json and generation_config.json (the tokenizer and template add theirs later).
-    sampling: generation_config.json's values under `Sampling` field names. gptq_v2: zero points stored without the -1.
+    it. attention_scale multiplies q.k. Soft caps are None where absent. eos_ids: union of config.json and
+    generation_config.json (the tokenizer and template add theirs later). quant: what is said of GPTQ. sampling:
+    generation_config.json's values under `Sampling` field names.
     """
 
     arch: ArchSpec
@@ -60,16 +61,14 @@ class ModelConfig:
     pad_id: int | None = None
     eos_ids: frozenset[int] = frozenset()
     torch_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
-    gptq_v2: bool = False
-    quantization: Mapping[str, Any] = field(default_factory=dict)
+    quant: QuantConfig = field(default_factory=QuantConfig)
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_config(folder: ModelFolder) -> ModelConfig:
     """The checked configuration of the model in `folder`. ModelError names the file, the field and what is allowed.
 
-    A multimodal model's `text_config` overrides the fields around it. quantize_config.json, where GPTQ models of old
-    keep what is now quantization_config, is read when config.json says nothing.
+    A multimodal model's `text_config` overrides the fields around it.
     """
     raw = folder.read_json("config.json", required=True)
     where = folder.where("config.json")
@@ -83,10 +82,9 @@ def read_config(folder: ModelFolder) -> ModelConfig:
     context = config.integer("max_position_embeddings", 1, MAX_CONTEXT)
     heads, kv_heads, head_dim = _read_heads(config, hidden)
     generation = Fields(folder.where("generation_config.json"), folder.read_json("generation_config.json") or {})
-    quantization = config.table("quantization_config").values or folder.read_json("quantize_config.json") or {}
     return ModelConfig(
         arch=arch,
-        name=folder.path.name,
+        name=folder.name,
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=config.integer("intermediate_size", 1, MAX_INTERMEDIATE),
@@ -107,8 +105,7 @@ def read_config(folder: ModelFolder) -> ModelConfig:
         pad_id=_read_id(config, "pad_token_id", vocab),
         eos_ids=frozenset(config.ids("eos_token_id", vocab) + generation.ids("eos_token_id", vocab)),
         torch_dtype=_read_dtype(config),
-        gptq_v2=quantization.get("checkpoint_format") == "gptq_v2",
-        quantization=quantization,
+        quant=read_quant_config(folder, config),
         sampling=_read_sampling(generation),
     )
 

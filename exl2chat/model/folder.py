@@ -26,6 +26,14 @@ class ModelFolder:
     path: Path
     files: Mapping[str, Path]
 
+    @property
+    def name(self) -> str:
+        """What to call the model: the folder's name, or org/name for a snapshot in the hub's cache."""
+        repository = self.path.parent.parent.name
+        if self.path.parent.name == "snapshots" and repository.startswith("models--"):
+            return repository.removeprefix("models--").replace("--", "/")
+        return self.path.name
+
     def where(self, name: str) -> str:
         """How messages name a file of this folder."""
         return str(self.path / name)

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from exl2chat.errors import ModelError
+from exl2chat.model.quant_config import QuantConfig
 from exl2chat.model.tensors import FLOATS, TensorInfo, read_array, read_float32
 
 EXL2_BITS = frozenset({2, 3, 4, 5, 6, 8})
@@ -18,6 +19,10 @@ GPTQ_BITS = frozenset({2, 3, 4, 8})
 WORD = 32
 GROUP_UNIT = 16  # rows of an EXL2 group come in multiples of this, whatever the width
 PLAIN_BITS: Mapping[str, int] = {"F16": 16, "BF16": 16, "F32": 32}
+EXL2_ROLES = ("q_weight", "q_groups", "q_scale", "q_scale_max", "q_invperm")
+GPTQ_ROLES = ("qweight", "qzeros", "scales", "g_idx")
+PLAIN_ROLES = ("weight",)
+_I32 = frozenset({"I32"})
 _REMEDY = "the file is damaged; download the model again"
 
 
@@ -63,20 +68,12 @@ class Linear:
         return sum(info.nbytes for info in self.tensors.values())
 
 
-@dataclass(frozen=True, slots=True)
-class QuantHints:
-    """What config.json says of GPTQ weights: group_size 0 means it says nothing, `v2` that zero points carry no -1."""
-
-    group_size: int = 0
-    v2: bool = False
-
-
 def find_linear(
     tensors: Mapping[str, TensorInfo],
     key: str,
     in_features: int,
     out_features: int,
-    hints: QuantHints,
+    config: QuantConfig,
     padded: bool = False,
 ) -> Linear | None:
     """The checked weight called `key`, or None where no tensor is called so.
@@ -84,26 +81,20 @@ def find_linear(
     `padded` admits an EXL2 weight whose columns were padded to a multiple of 32 (the head). ModelError names the file,
     the tensor and what is wrong with it.
     """
-    roles = {role: tensors[f"{key}.{role}"] for role in _ROLES if f"{key}.{role}" in tensors}
+    names = (*EXL2_ROLES, *GPTQ_ROLES, *PLAIN_ROLES, "bias")
+    roles = {role: tensors[f"{key}.{role}"] for role in names if f"{key}.{role}" in tensors}
     if "q_weight" in roles:
         width = -(-out_features // WORD) * WORD
         if padded and roles["q_weight"].shape[1:] == (width,):
             out_features = width
-        linear = _exl2(key, _bias(roles, out_features, _EXL2), in_features, out_features)
-    elif "qweight" in roles:
-        linear = _gptq(key, _bias(roles, out_features, _GPTQ), in_features, out_features, hints)
-    elif "weight" in roles:
-        roles = _bias(roles, out_features, ("weight",))
+        return _exl2(key, _pick(roles, EXL2_ROLES, out_features), in_features, out_features)
+    if "qweight" in roles:
+        return _gptq(key, _pick(roles, GPTQ_ROLES, out_features), in_features, out_features, config)
+    if "weight" in roles:
+        roles = _pick(roles, PLAIN_ROLES, out_features)
         expect(roles["weight"], FLOATS, (out_features, in_features))
-        linear = Linear(key, "plain", in_features, out_features, roles, PLAIN_BITS[roles["weight"].dtype])
-    else:
-        return None
-    return linear
-
-
-_EXL2 = ("q_weight", "q_groups", "q_scale", "q_scale_max", "q_invperm")
-_GPTQ = ("qweight", "qzeros", "scales", "g_idx")
-_ROLES = (*_EXL2, *_GPTQ, "weight", "bias")
+        return Linear(key, "plain", in_features, out_features, roles, PLAIN_BITS[roles["weight"].dtype])
+    return None
 
 
 def expect(info: TensorInfo, dtypes: frozenset[str], shape: tuple[int, ...]) -> None:
@@ -111,7 +102,7 @@ def expect(info: TensorInfo, dtypes: frozenset[str], shape: tuple[int, ...]) -> 
     if info.dtype not in dtypes:
         raise ModelError(f"{info} is {info.dtype}, not {' or '.join(sorted(dtypes))}", _REMEDY)
     if info.shape != shape:
-        raise ModelError(f"{info} has shape {list(info.shape)}, not {list(shape)} as config.json implies", _REMEDY)
+        raise ModelError(f"{info} has shape {list(info.shape)}, not {list(shape)}", _REMEDY)
 
 
 def expect_finite(info: TensorInfo) -> None:
@@ -120,8 +111,8 @@ def expect_finite(info: TensorInfo) -> None:
         raise ModelError(f"{info} holds values that are not finite", _REMEDY)
 
 
-def _bias(roles: Mapping[str, TensorInfo], width: int, wanted: tuple[str, ...]) -> dict[str, TensorInfo]:
-    """The roles in `wanted`, and the bias if it does anything."""
+def _pick(roles: Mapping[str, TensorInfo], wanted: tuple[str, ...], width: int) -> dict[str, TensorInfo]:
+    """The roles in `wanted`, and the bias [width] if it does anything."""
     chosen = {role: info for role, info in roles.items() if role in wanted}
     if "bias" in roles:
         expect(roles["bias"], FLOATS, (width,))
@@ -138,11 +129,8 @@ def _need(roles: Mapping[str, TensorInfo], role: str, key: str) -> TensorInfo:
     return roles[role]
 
 
-_I32 = frozenset({"I32"})
-
-
 def _exl2(key: str, roles: Mapping[str, TensorInfo], rows: int, columns: int) -> Linear:
-    packed, table, scale, scale_max, invperm = (_need(roles, role, key) for role in _EXL2)
+    packed, table, scale, scale_max, invperm = (_need(roles, role, key) for role in EXL2_ROLES)
     if columns % WORD or len(packed.shape) != 2:
         raise ModelError(f"{packed} has shape {list(packed.shape)}; EXL2 needs a multiple of {WORD} columns", _REMEDY)
     expect(packed, _I32, (packed.shape[0], columns))
@@ -161,24 +149,24 @@ def _exl2(key: str, roles: Mapping[str, TensorInfo], rows: int, columns: int) ->
 def _read_groups(table: TensorInfo, words: int, rows: int) -> tuple[Group, ...]:
     """q_groups decoded: pairs (bits, first word), the words unsigned 16 bits; a group ends where the next begins."""
     pairs = read_array(table).view(np.uint16).astype(int).reshape(-1, 2)
-    ends = [*pairs[1:, 1], words]
+    ends = [*pairs[1:, 1].tolist(), words]
     groups: list[Group] = []
     row = 0
-    for (bits, start), end in zip(pairs.tolist(), ends, strict=True):
+    for index, ((bits, start), end) in enumerate(zip(pairs.tolist(), ends, strict=True)):
         if bits not in EXL2_BITS or (groups and bits > groups[-1].bits):
-            raise ModelError(f"{table}: group {len(groups)} is of {bits} bits; widths are 8, 6, 5, 4, 3, 2", _REMEDY)
+            raise ModelError(f"{table}: group {index} is of {bits} bits; widths are 8, 6, 5, 4, 3, 2, falling", _REMEDY)
         height, rest = divmod((end - start) * WORD, bits)
-        if height <= 0 or rest or height % GROUP_UNIT or (not groups and start):
-            raise ModelError(f"{table}: group {len(groups)} spans words {start} to {end} of {words}", _REMEDY)
-        groups.append(Group(bits, start, int(end), row, row + height))
+        if height <= 0 or rest or height % GROUP_UNIT or (index == 0 and start):
+            raise ModelError(f"{table}: group {index} spans words {start} to {end} of {words}", _REMEDY)
+        groups.append(Group(bits, start, end, row, row + height))
         row += height
     if row != rows:
         raise ModelError(f"{table}: the groups hold {row} rows, not {rows}", _REMEDY)
     return tuple(groups)
 
 
-def _gptq(key: str, roles: dict[str, TensorInfo], rows: int, columns: int, hints: QuantHints) -> Linear:
-    packed, zeros, scales = (_need(roles, role, key) for role in ("qweight", "qzeros", "scales"))
+def _gptq(key: str, roles: dict[str, TensorInfo], rows: int, columns: int, config: QuantConfig) -> Linear:
+    packed, zeros, scales = (_need(roles, role, key) for role in GPTQ_ROLES[:3])
     words = packed.shape[0] if packed.shape else 0
     bits, rest = divmod(words * WORD, rows)
     if rest or bits not in GPTQ_BITS:
@@ -190,39 +178,47 @@ def _gptq(key: str, roles: dict[str, TensorInfo], rows: int, columns: int, hints
     expect(zeros, _I32, (count, columns * bits // WORD))
     expect(scales, FLOATS, (count, columns))
     expect_finite(scales)
-    size, act_order = _read_order(roles, rows, scales, hints)
+    size, act_order = _read_order(roles, rows, scales, config)
     if not act_order:
         roles.pop("g_idx", None)
+    if config.bits not in (0, bits):
+        raise ModelError(f"{packed} is of {bits} bits by its shape, of {config.bits} by config.json", _REMEDY)
     return Linear(
-        key, "gptq", rows, columns, roles, bits, group_size=size, act_order=act_order, zero_offset=0 if hints.v2 else 1
+        key, "gptq", rows, columns, roles, bits, group_size=size, act_order=act_order, zero_offset=0 if config.v2 else 1
     )
 
 
-def _read_order(roles: Mapping[str, TensorInfo], rows: int, scales: TensorInfo, hints: QuantHints) -> tuple[int, bool]:
+def _read_order(
+    roles: Mapping[str, TensorInfo], rows: int, scales: TensorInfo, config: QuantConfig
+) -> tuple[int, bool]:
     """(rows per group, whether g_idx shuffles them). A g_idx that is absent, sequential or all zero needs no gather."""
     count = scales.shape[0]
     if count == 0:
         raise ModelError(f"{scales} has no groups", _REMEDY)
     g_idx = roles.get("g_idx")
     if g_idx is None:
-        return _sequential_size(rows, scales, hints), False
+        return _sequential_size(rows, scales, config), False
     expect(g_idx, frozenset({"I32", "I64"}), (rows,))
     order = read_array(g_idx).astype(np.int64)
     if order.min() < 0 or order.max() >= count:
         raise ModelError(f"{g_idx} names group {order.max()} or {order.min()} of {count}", _REMEDY)
     if not order.any():
-        return _sequential_size(rows, scales, hints), False
+        return _sequential_size(rows, scales, config), False
     size = int((order == 0).sum())
     if size and np.array_equal(order, np.arange(rows) // size):
         return size, False
-    return hints.group_size if hints.group_size > 0 else -(-rows // count), True
+    return config.group_size or -(-rows // count), True
 
 
-def _sequential_size(rows: int, scales: TensorInfo, hints: QuantHints) -> int:
-    """Rows per group where no g_idx tells: config.json's figure if it fits, an even split, else the next power of 2."""
+def _sequential_size(rows: int, scales: TensorInfo, config: QuantConfig) -> int:
+    """Rows per group where no g_idx tells: the config's figure, else an even split, else the next power of two."""
     count = scales.shape[0]
     even = -(-rows // count)
-    for size in (hints.group_size, even if rows % count == 0 else 0, 1 << (even - 1).bit_length()):
-        if size > 0 and -(-rows // size) == count:
-            return size
-    raise ModelError(f"{scales} has {count} groups for {rows} rows", "state quantization_config.group_size")
+    guess = even if rows % count == 0 else 1 << (even - 1).bit_length()
+    size = config.group_size or guess
+    if -(-rows // size) != count:
+        raise ModelError(
+            f"{scales} has {count} groups for {rows} rows, which groups of {size} do not make",
+            "state the right quantization_config.group_size",
+        )
+    return size
