@@ -1,0 +1,118 @@
+"""Text typed by a user, read from a file or written by a model never becomes a control token.
+
+A control token is any special or added token, whitespace ones aside. Before a template renders, each one found in
+message text is replaced by a private-use character that occurs nowhere in the conversation; the tokenizer later
+encodes what it stands for by the learned vocabulary alone. Nothing else in the text changes, so benign text renders
+and encodes exactly as it would without this.
+
+A template may trim, cut or join message texts, so that a control token could still arise from harmless parts. The
+check is a second rendering in which each message is one opaque character: if the two do not show the same control
+tokens in the same order, message text took part in one, and the opaque rendering is used, where it cannot.
+
+In the assistant's own text, added tokens that are not special (<think>, </think>) stay as they are: templates look for
+them to drop old reasoning.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+PRIVATE_USE = range(0x100000, 0x10FFFE)
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A rendered chat. Characters in `hidden` stand for message text to be encoded without control tokens.
+
+    neutralised: how many control tokens were found in message text.
+    """
+
+    text: str
+    hidden: Mapping[str, str]
+    neutralised: int = 0
+
+    def reveal(self, text: str) -> str:
+        """`text`, a part of this one, with what is hidden put back."""
+        return text.translate({ord(mark): plain for mark, plain in self.hidden.items()})
+
+    @property
+    def visible(self) -> str:
+        """The chat as the template alone would have rendered it."""
+        return self.reveal(self.text)
+
+
+class ControlTokens:
+    """The control tokens of one tokenizer: `ids` by content; those in `special` count in the assistant's text too."""
+
+    def __init__(self, ids: Mapping[str, int], special: frozenset[str]) -> None:
+        self.ids = {content: token_id for content, token_id in ids.items() if not is_blank(content)}
+        self.contents = {token_id: content for content, token_id in self.ids.items()}
+        self._any = _either(self.ids)
+        self._special = _either(special & self.ids.keys())
+        self._markers = _either(self.ids.keys() - special)
+
+    def found_in(self, text: str) -> list[str]:
+        """The control tokens in `text`, in order, longest match first."""
+        return self._any.findall(text)
+
+    def first_in(self, text: str) -> int | None:
+        """The id of the control token `text` starts with, white space aside."""
+        match = self._any.match(text.lstrip())
+        return None if match is None else self.ids[match[0]]
+
+    def in_message(self, role: str) -> re.Pattern[str]:
+        """What is neutralised in the text of a message by `role`."""
+        return self._special if role == "assistant" else self._any
+
+    def kept_in_message(self, role: str) -> re.Pattern[str]:
+        """What a template may see in the text of a message by `role`."""
+        return self._markers if role == "assistant" else _either(())
+
+
+class Disguise:
+    """Private-use characters standing for texts, none of which occurs in `conversation`."""
+
+    def __init__(self, controls: ControlTokens, conversation: str) -> None:
+        taken = set(conversation)
+        self._free = (chr(code) for code in PRIVATE_USE if chr(code) not in taken)
+        self._controls = controls
+        self._marks: dict[str, str] = {}
+        self.neutralised = 0
+
+    @property
+    def hidden(self) -> dict[str, str]:
+        return {mark: text for text, mark in self._marks.items()}
+
+    def hide(self, text: str) -> str:
+        """The character that stands for `text`."""
+        if text not in self._marks:
+            self._marks[text] = next(self._free)
+        return self._marks[text]
+
+    def neutralise(self, role: str, text: str) -> str:
+        """`text` with its control tokens hidden, and counted."""
+        hidden, count = self._controls.in_message(role).subn(lambda match: self.hide(match[0]), text)
+        self.neutralised += count
+        return hidden
+
+    def opaque(self, role: str, text: str) -> str:
+        """`text` as one character; white space at its ends, and markers a template may see, stay."""
+        kept = self._controls.kept_in_message(role)
+        parts = kept.split(text)
+        marks = [*kept.findall(text), ""]
+        return "".join(self._opaque_part(part) + mark for part, mark in zip(parts, marks, strict=True))
+
+    def _opaque_part(self, text: str) -> str:
+        core = text.strip()
+        return text.replace(core, self.hide(core)) if core else text
+
+
+def is_blank(content: str) -> bool:
+    """Whether a token is white space (Gemma adds runs of newlines and of sentencepiece's mark): no control token."""
+    return not content.replace("▁", "").strip()
+
+
+def _either(contents: Iterable[str]) -> re.Pattern[str]:
+    """Matches any of `contents`, the longest first; nothing if there are none."""
+    by_length = sorted(contents, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, by_length)) or r"(?!)")

@@ -1,0 +1,139 @@
+"""Text to token ids and back, for tokenizer.json and sentencepiece models alike."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from exl2chat.errors import ModelError
+from exl2chat.model.controls import ControlTokens, Rendered
+from exl2chat.model.detokenizer import Detokenizer, Piece
+from exl2chat.model.folder import ModelFolder
+from exl2chat.model.huggingface_tokenizer import HuggingFaceBackend, Span
+from exl2chat.model.sentencepiece_tokenizer import SentencePieceBackend
+from exl2chat.model.special_tokens import SpecialTokens, read_special_tokens
+
+
+class Backend(Protocol):
+    """A tokenizer library with its model loaded. Spans are (id, start, end), character offsets in the text."""
+
+    size: int
+
+    def token_of(self, token_id: int) -> str | None: ...
+    def id_of(self, token: str) -> int | None: ...
+    def encode(self, text: str) -> list[int]: ...
+    def spans(self, text: str) -> Sequence[Span]: ...
+    def plain(self, text: str, opening: bool) -> list[int]: ...
+    def piece(self, token_id: int) -> Piece: ...
+
+
+class Tokenizer:
+    """The tokenizer of one model.
+
+    vocab_size counts added tokens. bos_id and pad_id are None where the files name none; eos_ids is what the tokenizer
+    files know, config and template may add to it. names maps bos_token, eos_token, ... to their contents. special_ids
+    are hidden by `decode`.
+    """
+
+    def __init__(self, backend: Backend, tokens: SpecialTokens, names: Mapping[str, str]) -> None:
+        self._backend = backend
+        self.vocab_size = backend.size
+        self.names = names
+        contents = {token.content for token in tokens.added} | tokens.special | set(names.values())
+        known = {content: backend.id_of(content) for content in contents}
+        ids = {content: token_id for content, token_id in known.items() if token_id is not None}
+        special = tokens.special | set(names.values())
+        self.special_ids = frozenset(ids[content] for content in special & ids.keys())
+        self.controls = ControlTokens(ids, special)
+        self._forbidden = frozenset(self.controls.contents)
+        self.bos_id = ids.get(names.get("bos_token", ""))
+        self.pad_id = ids.get(names.get("pad_token", ""))
+        eos = ids.get(names.get("eos_token", ""))
+        self.eos_ids = frozenset() if eos is None else frozenset({eos})
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a whole token; None if there is no such token."""
+        return self._backend.id_of(token)
+
+    def token_of(self, token_id: int) -> str:
+        """A token as the vocabulary writes it; "" for an id beyond the vocabulary (logits may be padded)."""
+        return self._backend.token_of(token_id) or ""
+
+    def encode(self, text: str, special: bool = False, add_bos: bool = False) -> list[int]:
+        """The ids of `text`. Without `special`, control tokens in it are spelled out as plain text."""
+        ids = self._backend.encode(text) if special else self._spell_out(text, opening=True)
+        return [self.bos_id, *ids] if add_bos and self.bos_id is not None else ids
+
+    def encode_chat(self, rendered: Rendered) -> list[int]:
+        """The ids of a rendered chat: control tokens only where the template wrote them.
+
+        Without hidden text or a forged token these are the ids that transformers gives. A token is forged if the text
+        it came from is not its content: a normaliser made it (full-width <, another case).
+        """
+        ids: list[int] = []
+        spelled: tuple[int, int] | None = None
+        for group, start, end in _clusters(self._backend.spans(rendered.text)):
+            if self._trusted(group, rendered.text[start:end], rendered.hidden):
+                if spelled is not None:
+                    ids += self._spell_out(rendered.reveal(rendered.text[slice(*spelled)]), opening=spelled[0] == 0)
+                    spelled = None
+                ids += group
+            else:
+                spelled = (start if spelled is None else spelled[0], end)
+        if spelled is not None:
+            ids += self._spell_out(rendered.reveal(rendered.text[slice(*spelled)]), opening=spelled[0] == 0)
+        return ids
+
+    def _trusted(self, group: Sequence[int], source: str, hidden: Mapping[str, str]) -> bool:
+        if not hidden.keys().isdisjoint(source):
+            return False
+        return all(self.controls.contents.get(token_id, source.strip()) == source.strip() for token_id in group)
+
+    def _spell_out(self, text: str, opening: bool) -> list[int]:
+        """Ids without any control token: where the learned vocabulary still makes one, the text is cut in two there."""
+        ids = self._backend.plain(text, opening)
+        if self._forbidden.isdisjoint(ids):
+            return ids
+        if len(text) < 2:
+            return []
+        middle = len(text) // 2
+        return self._spell_out(text[:middle], opening) + self._spell_out(text[middle:], opening=False)
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """The text of `ids`; special tokens are left out unless `special`."""
+        detokenizer = self.detokenizer(special)
+        return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+
+    def detokenizer(self, special: bool = False, continuing: bool = False) -> Detokenizer:
+        """A streaming decoder; `continuing` when earlier text precedes, so that a leading space belongs to the text."""
+        return Detokenizer(self._backend.piece if special else self._shown_piece, continuing)
+
+    def _shown_piece(self, token_id: int) -> Piece | None:
+        return None if token_id in self.special_ids else self._backend.piece(token_id)
+
+
+def open_tokenizer(folder: ModelFolder) -> Tokenizer:
+    """The tokenizer of a model folder: tokenizer.json if it is there, else tokenizer.model. ModelError if neither."""
+    description = folder.read_json("tokenizer.json")
+    tokens = read_special_tokens(folder, description)
+    if description is not None:
+        return Tokenizer(HuggingFaceBackend(folder, description, tokens), tokens, tokens.names)
+    if "tokenizer.model" not in folder.files:
+        raise ModelError(f"{folder.path}: there is no tokenizer.json and no tokenizer.model", "download it again")
+    backend = SentencePieceBackend(folder, tokens)
+    tokens = SpecialTokens(tokens.names, tokens.added, tokens.special | set(backend.markers))
+    return Tokenizer(backend, tokens, {**backend.names(), **tokens.names})
+
+
+def _clusters(spans: Sequence[Span]) -> Iterable[tuple[list[int], int, int]]:
+    """Tokens grouped so that no two groups share a character: ids, start, end. A byte token may have an empty span."""
+    group: list[int] = []
+    first = last = 0
+    for token_id, start, end in spans:
+        if group and start >= last and last > first:
+            yield group, first, last
+            group = []
+        if not group:
+            first = last = start
+        group.append(token_id)
+        last = max(last, end)
+    if group:
+        yield group, first, last
