@@ -20,7 +20,10 @@ class Paths:
 
     @classmethod
     def default(cls, home: Path | None = None) -> "Paths":
+        if home is None and os.environ.get("EXL2CHAT_HOME"):
+            home = Path(os.environ["EXL2CHAT_HOME"])
         if home is not None:
+            home = home.expanduser().absolute()
             return cls(home / "config", home / "data", home / "cache", home / "state")
         dirs = platformdirs.PlatformDirs("exl2chat", appauthor=False)
         return cls(dirs.user_config_path, dirs.user_data_path, dirs.user_cache_path, dirs.user_state_path)

@@ -189,3 +189,8 @@ def read_config(path: Path) -> dict[str, Value]:
     return {
         option(name, str(path)).name: option(name, str(path)).check(value, str(path)) for name, value in table.items()
     }
+
+
+def child_environment(defaults: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process we start: ours, and `defaults` where it says nothing."""
+    return {**defaults, **os.environ}

@@ -1,0 +1,184 @@
+"""The command line: one table of commands, each module imported when its command is chosen."""
+
+import argparse
+import contextlib
+import importlib
+import os
+import platform
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NoReturn
+
+from exl2chat import __version__
+from exl2chat.errors import ChatError, UsageError
+from exl2chat.paths import Paths
+from exl2chat.safetext import scrub_line
+from exl2chat.settings import OPTIONS, Option, load_settings
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command and the module that has its `add_arguments(parser)` and `main(args, settings, paths) -> int`."""
+
+    name: str
+    module: str
+    help: str
+
+
+CHAT = Command("", "exl2chat.start", "chat on the screen")
+COMMANDS = (
+    Command("run", "exl2chat.run", "answer one prompt on the standard output"),
+    Command("pull", "exl2chat.pull", "fetch a model, to chat without a network later"),
+    Command("bench", "exl2chat.bench", "measure how fast a model answers here"),
+    Command("sessions", "exl2chat.sessions", "list the saved chats"),
+    Command("paths", "exl2chat.locations", "print where chats, models, settings and logs are"),
+)
+
+GROUPS = {"model": "the model", "chat": "the reply", "sampling": "how tokens are drawn", "screen": "the screen"}
+
+EPILOG = """\
+examples:
+  exl2chat                                     chat with the default model, fetched at the first start
+  exl2chat --model org/name:4.0bpw             one of the bits-per-weight branches of a hub repository
+  exl2chat --resume                            go on with the last chat
+  exl2chat run -p "Why is the sky blue?"       only the answer on the standard output
+  exl2chat run -p "Summarise this:" < a.txt    a prompt, and text from the standard input
+
+settings, later wins:
+  what the model recommends, config.toml, the saved chat, EXL2CHAT_TEMPERATURE and the like, flags, /set in the chat
+  `exl2chat paths` prints where config.toml is.
+
+exit status:
+  0 success   1 failure   2 wrong usage   3 the model cannot be loaded   4 the prompt does not fit the context
+  6 a saved chat is locked or damaged   130 interrupted   141 the reader of the output went away
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status. Errors become one line on the standard error."""
+    _prepare_streams()
+    try:
+        args = parser().parse_args(argv, argparse.Namespace(command=CHAT, home=None, engine="local"))
+        paths = Paths.default(args.home)
+        flags = {option.name: getattr(args, option.name) for option in OPTIONS if hasattr(args, option.name)}
+        settings = load_settings(flags, paths.config_file)
+        status: int = importlib.import_module(args.command.module).main(args, settings, paths)
+        sys.stdout.flush()
+    except ChatError as fault:
+        print("exl2chat: " + scrub_line(fault.message), file=sys.stderr)
+        if fault.remedy:
+            print("  " + scrub_line(fault.remedy), file=sys.stderr)
+        return fault.status
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # What is still buffered has no reader either: let the interpreter flush it into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return status
+
+
+def _prepare_streams() -> None:
+    """UTF-8 whatever the locale, and something to write to where the caller closed a stream."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (open as long as the process runs)
+    for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace")):
+        with contextlib.suppress(AttributeError):  # a stream that a test has replaced
+            stream.reconfigure(encoding="utf-8", errors=errors)  # type: ignore[union-attr]
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that imports its command's module only when it is to parse, and raises instead of exiting."""
+
+    command: Command | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.command:
+            importlib.import_module(self.command.module).add_arguments(self)
+            self.set_defaults(command=self.command)
+            self.command = None
+        words = list(sys.argv[1:] if args is None else args)
+        self._refuse_unknown_flags(words)
+        namespace, extras = super().parse_known_args(words, namespace)
+        if extras:
+            self.error("unrecognized arguments: " + " ".join(extras))
+        return namespace, extras
+
+    def _refuse_unknown_flags(self, words: Sequence[str]) -> None:
+        """Name a misspelt flag before argparse takes its value for a command."""
+        names = {command.name for command in COMMANDS}
+        for word in takewhile(lambda word: word != "--" and word not in names, words):
+            if word.startswith("--") and word.partition("=")[0] not in self._option_string_actions:
+                self.error(f"unrecognized arguments: {word}")
+
+    def error(self, message: str) -> NoReturn:
+        """UsageError with `message` and the nearest flag or command to the word that was not understood."""
+        known = [*self._option_string_actions, *(command.name for command in COMMANDS)]
+        wrong = re.search(r"unrecognized arguments: ([^\s=]+)|invalid choice: '([^']*)'", message)
+        near = get_close_matches(wrong[1] or wrong[2], known, n=1) if wrong else []
+        raise UsageError(message, f"did you mean {near[0]}?" if near else f"`{self.prog} --help` lists what there is")
+
+
+class _Version(argparse.Action):
+    """Print the versions that a bug report needs, without importing torch."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        import importlib.metadata  # half of what this module would cost to import
+
+        torch = importlib.metadata.version("torch")
+        print(f"exl2chat {__version__}, torch {torch}, Python {platform.python_version()}")
+        parser.exit()
+
+
+def parser() -> _Parser:
+    parser = _Parser(
+        prog="exl2chat",
+        description=f"Chat in the terminal with EXL2 and GPTQ models on this machine. Without a command: {CHAT.help}.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.command = CHAT
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions and leave")
+    _add_common(parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for command in COMMANDS:
+        child = commands.add_parser(command.name, help=command.help, description=command.help, allow_abbrev=False)
+        child.command = command
+        _add_common(child)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    """The flags that every command takes. One that is absent leaves no trace, so that a lower layer holds."""
+    parser.add_argument(
+        "--home",
+        default=argparse.SUPPRESS,
+        type=Path,
+        help="keep chats, models, settings and logs under this folder",
+        metavar="DIR",
+    )
+    parser.add_argument("--engine", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    for group, title in GROUPS.items():
+        section = parser.add_argument_group(title)
+        for row in OPTIONS:
+            if row.group == group:
+                section.add_argument(row.flag, **_argument(row))
+
+
+def _argument(row: Option) -> dict[str, Any]:
+    """The keywords of `add_argument` for one row of the options."""
+    metavar = "{" + ",".join(row.choices) + "}" if row.choices else {int: "N", float: "X"}.get(row.kind, "TEXT")
+    return {
+        "dest": row.name,
+        "default": argparse.SUPPRESS,
+        "type": lambda text: row.parse(text, row.flag),
+        "metavar": metavar,
+        "help": row.help if row.default is None else f"{row.help} (default {row.default})",
+    }

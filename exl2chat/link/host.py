@@ -1,0 +1,70 @@
+"""One loaded model in the engine process, and its answers as events. Imports torch."""
+
+import time
+from collections.abc import Callable
+
+from exl2chat.engine.generators.streaming import StreamingGenerator
+from exl2chat.engine.loader import LoadedModel, load_model
+from exl2chat.link import protocol as wire
+from exl2chat.model import hub
+from exl2chat.paths import Paths
+from exl2chat.progress import Progress
+
+
+class Host:
+    """A model, its cache and the generator over both, which lives as long as they do to reuse earlier turns."""
+
+    def __init__(self, model: LoadedModel, name: str) -> None:
+        self.info = wire.ModelInfo(
+            name=name,
+            path=str(model.checkpoint.folder.path),
+            architecture=model.checkpoint.config.architecture,
+            quantization=model.checkpoint.quantization,
+            context=model.cache.capacity,
+            vocab_size=model.checkpoint.config.vocab_size,
+            device=str(model.transformer.device),
+            dtype=str(model.transformer.dtype).removeprefix("torch."),
+            weight_bytes=model.transformer.weight_bytes,
+            cache_bytes=model.cache.nbytes,
+            sampling=dict(model.checkpoint.config.sampling),
+        )
+        self._model = model
+        self._generator = StreamingGenerator(model.transformer, model.cache, model.tokenizer)
+
+    @classmethod
+    def load(cls, request: wire.Load, paths: Paths, progress: Progress) -> "Host":
+        """Find the model, fetching it if need be, and load it. ChatError when either fails."""
+        path = hub.resolve(request.model, paths, progress)
+        return cls(load_model(path, request.device, request.dtype, request.context, progress), path.name)
+
+    def answer(
+        self, request: wire.Generate, abort: Callable[[], bool], emit: Callable[[wire.Event], None]
+    ) -> wire.Finished:
+        """Generate the reply, emitting Prefill and Chunk events. ContextError when the prompt does not fit."""
+        asked = time.perf_counter()
+        generator = self._generator
+        generator.set_stop_conditions([*self._model.stop_ids, *request.stop])
+        start = generator.begin_stream_ex(
+            self._model.encode_turns([(turn.role, turn.text) for turn in request.turns]),
+            request.sampling,
+            max_new_tokens=request.max_tokens,
+            abort=abort,
+            on_prefill=lambda done, total, cached: emit(wire.Prefill(request.id, done, total, cached)),
+        )
+        first = None
+        while True:
+            result = generator.stream_ex()
+            first = first or time.perf_counter()
+            if result.text:
+                emit(wire.Chunk(request.id, result.text, result.reply_tokens))
+            if result.stop_reason:
+                break
+        stats = wire.Stats(
+            prompt_tokens=start.prompt_tokens,
+            cached_tokens=start.cached_tokens,
+            reply_tokens=result.reply_tokens,
+            first_token_s=first - asked,
+            decode_s=time.perf_counter() - first,
+            seed=start.seed,
+        )
+        return wire.Finished(request.id, result.stop_reason, stats)

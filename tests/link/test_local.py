@@ -1,0 +1,154 @@
+"""The supervisor against a real worker process. No test needs a model: a worker without one answers with Failed."""
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from exl2chat.link import protocol as wire
+from exl2chat.link.local import InProcessEngine, LocalEngine
+from exl2chat.paths import Paths
+
+ASK = wire.Generate("a", (wire.Turn("user", "hello"),))
+
+
+async def first(engine, *kinds):
+    """The first event of one of `kinds`."""
+    async with asyncio.timeout(60):
+        async for event in engine.events():
+            if isinstance(event, kinds):
+                return event
+    raise AssertionError("the events ended")
+
+
+async def answered(engine):
+    await engine.send(ASK)
+    return await first(engine, wire.Failed)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def gone(pid):
+    async with asyncio.timeout(10):
+        while alive(pid):
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def engine(tmp_path):
+    engine = LocalEngine(Paths.default(tmp_path))
+    yield engine
+    await engine.close()
+
+
+async def test_a_reply_without_a_model_fails_and_the_worker_lives_on(engine):
+    failed = await answered(engine)
+    assert (failed.id, failed.status) == ("a", 3)
+    pid = engine.pid
+    await answered(engine)
+    assert engine.pid == pid
+
+
+async def test_a_bad_model_reference_fails_with_status_3(engine):
+    await engine.send(wire.Load("/no/such/folder"))
+    failed = await first(engine, wire.Failed)
+    assert (failed.id, failed.status) == ("", 3)
+    assert "/no/such/folder" in failed.message
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+async def test_a_killed_worker_is_reported_and_replaced_by_the_next_request(engine, number):
+    await answered(engine)
+    killed = engine.pid
+    os.kill(killed, number)
+    died = await first(engine, wire.Died)
+    assert number.name in died.detail
+    assert engine.pid is None
+    await answered(engine)
+    assert engine.pid not in (None, killed)
+
+
+async def test_a_worker_killed_before_it_speaks_is_reported(engine):
+    await engine.send(ASK)
+    os.kill(engine.pid, signal.SIGKILL)
+    assert "SIGKILL" in (await first(engine, wire.Died)).detail
+
+
+async def test_close_ends_the_worker_even_one_that_does_not_listen(engine):
+    await answered(engine)
+    pid = engine.pid
+    os.kill(pid, signal.SIGSTOP)
+    async with asyncio.timeout(2):
+        await engine.close()
+    assert not alive(pid)
+
+
+async def test_close_ends_the_events(engine):
+    await answered(engine)
+    await engine.close()
+    assert [event async for event in engine.events()] == []
+
+
+async def test_a_stop_starts_no_worker(engine):
+    await engine.send(wire.Stop("a"))
+    assert engine.pid is None
+
+
+async def test_the_log_is_private_and_bounded(engine, tmp_path):
+    log = Paths.default(tmp_path).log
+    log.parent.mkdir(parents=True)
+    log.write_bytes(b"x" * (2 << 20))
+    await answered(engine)
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+    assert log.stat().st_size < 1 << 20
+    assert log.with_suffix(".log.1").stat().st_size == 2 << 20
+
+
+async def test_a_log_that_cannot_be_written_does_not_keep_the_worker_from_starting(tmp_path):
+    (tmp_path / "state").write_text("a file where the folder should be")
+    engine = LocalEngine(Paths.default(tmp_path))
+    assert (await answered(engine)).status == 3
+    await engine.close()
+
+
+PARENT = """
+import asyncio, pathlib, sys
+from exl2chat.link import protocol as wire
+from exl2chat.link.local import LocalEngine
+from exl2chat.paths import Paths
+
+async def main():
+    engine = LocalEngine(Paths.default(pathlib.Path(sys.argv[1])))
+    await engine.send(wire.Generate("a", (wire.Turn("user", "hello"),)))
+    async for event in engine.events():
+        print(engine.pid, flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def test_no_worker_outlives_a_front_end_that_was_killed(tmp_path):
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    worker = int(parent.stdout.readline())
+    assert alive(worker)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    await gone(worker)
+
+
+async def test_the_in_process_engine_speaks_the_same_protocol(tmp_path):
+    engine = InProcessEngine(Paths.default(tmp_path))
+    assert (await answered(engine)).status == 3
+    await engine.close()
+    assert [event async for event in engine.events()] == []

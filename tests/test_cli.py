@@ -1,0 +1,123 @@
+"""The command line as a person meets it: help, mistakes, exit statuses, and how little is imported for each."""
+
+import subprocess
+import sys
+
+import pytest
+
+from exl2chat import cli
+from exl2chat.settings import OPTIONS
+
+
+@pytest.fixture
+def command(tmp_path, capsys):
+    """Run a command line in this process; (status, stdout, stderr)."""
+
+    def run(*argv):
+        try:
+            status = cli.main([*argv, "--home", str(tmp_path)])
+        except SystemExit as left:
+            status = left.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["", *(entry.name for entry in cli.COMMANDS)])
+def test_every_command_has_help_with_the_common_flags(command, name):
+    status, out, err = command(*filter(None, [name]), "--help")
+    assert (status, err) == (0, "")
+    for option in OPTIONS:
+        assert option.flag in out
+
+
+def test_help_names_examples_exit_codes_and_files(command):
+    _, out, _ = command("--help")
+    for word in ("examples:", "exit status:", "config.toml", "130", *(entry.name for entry in cli.COMMANDS)):
+        assert word in out
+
+
+def test_version_names_what_a_bug_report_needs(command):
+    status, out, _ = command("--version")
+    assert status == 0
+    assert out.startswith("exl2chat ")
+    assert "torch" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["--modle", "x"], "did you mean --model?"),
+        (["--modle=x"], "did you mean --model?"),
+        (["rnu"], "did you mean run?"),
+        (["run", "--jsn"], "did you mean --json?"),
+        (["run", "--temperature", "hot"], "a number from 0 to 10"),
+        (["run", "--temperature", "11"], "a number from 0 to 10"),
+        (["run", "--device", "tpu"], "auto, cpu, cuda"),
+        (["run", "--mod", "x"], "did you mean --model?"),
+        (["run", "--engine", "steam", "-p", "hi"], "local, in-process"),
+        (["run", "--engine", "scripted:/no/such/file", "-p", "hi"], "/no/such/file"),
+    ],
+)
+def test_a_mistake_is_one_clear_complaint_with_status_2(command, argv, hint):
+    status, out, err = command(*argv)
+    assert (status, out) == (2, "")
+    assert err.startswith("exl2chat: ")
+    assert hint in err
+    assert err.count("\n") <= 2
+
+
+def test_a_bad_config_file_is_named(command, tmp_path):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.toml").write_text("temprature = 1")
+    status, _, err = command("paths")
+    assert status == 2
+    assert "config.toml" in err
+    assert "did you mean temperature?" in err
+
+
+def test_complaints_hold_nothing_a_terminal_obeys(command):
+    _, _, err = command("run", "--device", "\x1b]52;c;x\x07", "-p", "hi")
+    assert "\x1b" not in err
+    assert "\x07" not in err
+
+
+@pytest.mark.parametrize("argv", [["--top-k", "3", "run", "--top-k", "5"], ["run", "--top-k", "5"]])
+def test_a_flag_counts_before_and_after_the_command_and_the_later_wins(argv):
+    args = cli.parser().parse_args(argv)
+    assert args.top_k == 5
+    assert args.command.name == "run"
+
+
+def test_a_flag_before_the_command_holds_for_it():
+    assert cli.parser().parse_args(["--top-k", "3", "run"]).top_k == 3
+
+
+def test_paths_follow_home(command, tmp_path):
+    status, out, _ = command("paths")
+    assert status == 0
+    assert all(str(tmp_path) in line for line in out.splitlines())
+
+
+def test_sessions_of_a_new_home_are_none(command):
+    assert command("sessions") == (0, "", "")
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["run", "--help"], ["paths"]])
+def test_cheap_commands_import_neither_torch_nor_textual(argv, tmp_path):
+    code = (
+        "import sys; from exl2chat.cli import main\n"
+        f"try: main({[*argv, '--home', str(tmp_path)]!r})\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'textual', 'numpy', 'transformers', 'rich'} & set(sys.modules)\n"
+        "sys.exit(repr(heavy) if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_runs_as_a_module(tmp_path):
+    argv = [sys.executable, "-m", "exl2chat", "--home", str(tmp_path), "paths"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert str(tmp_path) in done.stdout

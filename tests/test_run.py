@@ -1,0 +1,208 @@
+"""`exl2chat run` against a scripted engine: what reaches which stream, and the exit status."""
+
+import asyncio
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from exl2chat import cli
+from exl2chat.chat.controller import Controller
+from exl2chat.chat.session import Session
+from exl2chat.link.scripted import Die, Fail, Finish, Hold, Read, Say, Script, ScriptedEngine
+from exl2chat.paths import Paths
+from exl2chat.run import answer
+from exl2chat.settings import Settings
+
+RUN = [sys.executable, "-m", "exl2chat", "run"]
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Write a script of one reply; the flags that make the engine play it."""
+
+    def write(*reply, load=()):
+        path = tmp_path / "script.json"
+        path.write_bytes(msgspec.json.encode(Script(load=load, replies=(reply,))))
+        return ["--home", str(tmp_path), "--engine", f"scripted:{path}"]
+
+    return write
+
+
+def run(*argv, stdin="", **kwargs):
+    return subprocess.run([*RUN, *argv], input=stdin, capture_output=True, text=True, timeout=60, **kwargs)
+
+
+def test_the_answer_is_all_that_reaches_the_standard_output(script):
+    done = run(*script(Read(3), Say("Paris is\nthe capital.")), "-p", "hi")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Paris is\nthe capital.\n", "")
+
+
+def test_a_reply_that_ends_its_line_gets_no_second_newline(script):
+    assert run(*script(Say("done\n")), "-p", "hi").stdout == "done\n"
+
+
+def test_json_is_one_object_with_text_counts_times_and_stop_reason(script):
+    done = run(*script(Read(7, cached=2), Say("a b c"), Finish("stop_string")), "-p", "hi", "--json", "--seed", "9")
+    result = json.loads(done.stdout)
+    assert (result["text"], result["stop"], result["seed"]) == ("a b c", "stop_string", 9)
+    assert (result["prompt_tokens"], result["cached_tokens"], result["reply_tokens"]) == (7, 2, 3)
+    assert {"model", "first_token_s", "decode_s", "tokens_per_second"} <= result.keys()
+    assert done.stderr == ""
+
+
+def test_max_tokens_reaches_the_engine(script):
+    assert run(*script(Say("one two three")), "-p", "hi", "--max-tokens", "2").stdout == "one two\n"
+
+
+def test_stats_go_to_the_standard_error(script):
+    done = run(*script(Read(3), Say("a b")), "-p", "hi", "--stats")
+    assert done.stdout == "a b\n"
+    assert "3 + 2 tokens" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "stdin", "sent"),
+    [
+        (["-p", "ask"], "", "ask"),
+        (["-p", "ask"], "text\n", "ask\n\ntext\n"),
+        (["-p", "-"], "text\n", "text\n"),
+        ([], "text", "text"),
+        (["-p", "/help"], "", "/help"),
+        (["-p", "/etc/passwd"], "", "/etc/passwd"),
+        (["-p", " indented"], "", " indented"),
+    ],
+)
+def test_prompt_and_standard_input_reach_the_model_as_they_are(monkeypatch, tmp_path, argv, stdin, sent):
+    engine = ScriptedEngine(Script(replies=((Say("ok"),),)))
+    monkeypatch.setattr("exl2chat.run.choose_engine", lambda *_: engine)
+    monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+    assert cli.main(["run", "--home", str(tmp_path), *argv]) == 0
+    asked = next(request for request in engine.requests if hasattr(request, "turns"))
+    assert [turn.text for turn in asked.turns] == [sent]
+
+
+def test_without_a_prompt_there_is_a_usage_error(script):
+    done = run(*script(Say("never")))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no prompt" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("load", "reply", "status", "complaint"),
+    [
+        ((Fail("config.json: no such file", "check the path", 3),), (), 3, "config.json"),
+        ((), (Fail("the prompt has 9 tokens too many", "", 4),), 4, "too many"),
+        ((), (Say("half "), Fail("out of memory", "use --ctx", 1)), 1, "out of memory"),
+        ((), (Say("half "), Die("the engine was killed by SIGKILL")), 1, "SIGKILL"),
+        ((Die("the engine was killed by SIGSEGV"),), (), 1, "SIGSEGV"),
+    ],
+)
+def test_failures_give_one_complaint_and_their_status(script, load, reply, status, complaint):
+    done = run(*script(*reply, load=load), "-p", "hi")
+    assert done.returncode == status
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ("half \n" if len(reply) == 2 else "")
+
+
+def test_an_interrupt_keeps_the_partial_answer_and_exits_130(script):
+    argv = [*RUN, *script(Say("half"), Hold()), "-p", "hi"]
+    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.read(4) == b"half"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == (b"\n", b"")
+    assert process.returncode == 130
+
+
+async def interrupted(tmp_path, script, moment, as_json):
+    """The status of a run that gets SIGINT when `moment(controller)` holds."""
+    controller = Controller(ScriptedEngine(script), Settings(), Paths.default(tmp_path), Session.in_memory())
+    task = asyncio.create_task(answer("hi", controller, as_json))
+    while not moment(controller):
+        await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGINT)
+    async with asyncio.timeout(10):
+        return await task
+
+
+async def test_an_interrupt_keeps_the_partial_answer_as_json(tmp_path, capsys):
+    script = Script(replies=((Say("half"), Hold()),))
+    assert await interrupted(tmp_path, script, lambda controller: (controller.reply or ("", ""))[1], True) == 130
+    result = json.loads(capsys.readouterr().out)
+    assert (result["text"], result["stop"]) == ("half", "stopped")
+
+
+@pytest.mark.parametrize("script", [Script(load=(Hold(),)), Script(replies=((Hold(),),))])
+async def test_an_interrupt_before_the_first_word_exits_130_and_prints_nothing(tmp_path, capsys, script):
+    loads = bool(script.load)
+    moment = (lambda controller: controller.phase == "loading") if loads else (lambda controller: controller.busy)
+    assert await interrupted(tmp_path, script, moment, False) == 130
+    assert capsys.readouterr().out == ""
+
+
+def test_a_reader_that_goes_away_is_no_error(script):
+    flags = [*script(Say("word " * 50_000)), "-p", "hi"]
+    process = subprocess.Popen([*RUN, *flags], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.read(10)
+    process.stdout.close()
+    assert process.wait(timeout=30) == 141
+    assert process.stderr.read() == b""
+    process.stderr.close()
+
+
+def test_any_locale_gives_utf8(script):
+    env = {"LC_ALL": "C", "LANG": "C", "PATH": os.environ["PATH"], "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [*RUN, *script(Say("grün 🦆")), "-p", "ä"], capture_output=True, env=env, timeout=60, input=b""
+    )
+    assert (done.returncode, done.stdout.decode()) == (0, "grün 🦆\n")
+
+
+def test_closed_streams_are_no_error(script):
+    line = " ".join(map(str, [*RUN, *script(Say("x")), "-p", "hi"]))
+    assert subprocess.run(["sh", "-c", line + " <&- >&- 2>&-"], timeout=60).returncode == 0
+
+
+def in_terminal(argv):
+    """Everything a command writes to a terminal that is its standard output and error."""
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=follower, stderr=follower)
+    os.close(follower)
+    seen = b""
+    try:
+        while piece := os.read(leader, 65536):
+            seen += piece
+    except OSError:  # Linux reports the end of a terminal as an input/output error
+        pass
+    os.close(leader)
+    return process.wait(timeout=30), seen.decode()
+
+
+HOSTILE = "\x1b]52;c;aGk=\x07 clipboard \x9b2J \u202e"
+
+
+def test_a_terminal_sees_safe_text_and_a_pipe_sees_the_raw_reply(script):
+    flags = [*script(Say(HOSTILE)), "-p", "hi"]
+    assert run(*flags).stdout == HOSTILE + "\n"
+    status, seen = in_terminal([*RUN, *flags])
+    assert status == 0
+    assert "clipboard" in seen
+    assert not any(bad in seen for bad in ("\x1b]52", "\x07", "\x9b", "\u202e"))
+
+
+def test_nothing_of_a_run_is_saved(script, tmp_path):
+    run(*script(Say("x")), "-p", "secret")
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["script.json"]
+
+
+def test_the_chat_without_a_terminal_answers_its_standard_input(script):
+    argv = [sys.executable, "-m", "exl2chat", *script(Say("ok"))]
+    done = subprocess.run(argv, input="hello", capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "ok\n")
