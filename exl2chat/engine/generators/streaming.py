@@ -2,24 +2,20 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from exl2chat.engine.cache import KVCache
 from exl2chat.engine.sampler import Sampler
 from exl2chat.engine.stopping import StopConditions, StopReason, StopStrings
+from exl2chat.engine.transformer import PREFILL_CHUNK, Transformer
 from exl2chat.errors import ChatError, ContextError, UsageError
+from exl2chat.model.detokenizer import Detokenizer
+from exl2chat.model.tokenizer import Tokenizer
 from exl2chat.settings import Sampling
-
-if TYPE_CHECKING:
-    from exl2chat.engine.cache import KVCache
-    from exl2chat.engine.transformer import Transformer
-    from exl2chat.model.tokenizer import Detokenizer, Tokenizer
-
-PREFILL_TOKENS = {"cpu": 256, "cuda": 2048}  # per chunk: an abort waits for one at most
 
 OnPrefill = Callable[[int, int, int], None]
 Abort = Callable[[], bool]
@@ -56,7 +52,7 @@ class _Reply:
     """The reply being written."""
 
     sampler: Sampler
-    detokenizer: "Detokenizer"
+    detokenizer: Detokenizer
     stop_ids: frozenset[int]
     stops: StopStrings
     limit: int | None
@@ -79,9 +75,8 @@ class StreamingGenerator:
     every token that was computed.
     """
 
-    def __init__(self, model: "Transformer", cache: "KVCache", tokenizer: "Tokenizer") -> None:
+    def __init__(self, model: Transformer, cache: KVCache, tokenizer: Tokenizer) -> None:
         self._model, self._cache, self._tokenizer = model, cache, tokenizer
-        self._chunk = PREFILL_TOKENS[model.device.type]
         self._conditions = StopConditions(tokenizer.eos_ids)
         self._reply: _Reply | None = None
         self.tokens: list[int] = []
@@ -102,12 +97,14 @@ class StreamingGenerator:
         abort: Abort = lambda: False,
         on_prefill: OnPrefill | None = None,
         decode_special_tokens: bool = False,
+        continuing: bool = False,
     ) -> StreamStart:
         """Read the prompt: all but its last token go into the cache, less the longest prefix that is there already.
 
         input_ids: [n] or [1, n]. settings.seed None draws a seed, reported in the result. `abort` is asked before
         every chunk and every token; once it is true the prompt is read no further and `stream_ex` reports "stopped".
-        on_prefill(done, total, cached) follows every chunk. ContextError when the prompt leaves no room for a token.
+        on_prefill(done, total, cached) follows every chunk. `continuing`: the prompt ends in the middle of a text, so that
+        the space before the first word is text too. ContextError when the prompt leaves no room for a token.
         """
         self._reply = None
         ids = self._checked(input_ids)
@@ -116,7 +113,7 @@ class StreamingGenerator:
         cached = self._reuse(ids)
         reply = _Reply(
             Sampler(settings, ids),
-            self._tokenizer.detokenizer(special=decode_special_tokens),
+            self._tokenizer.detokenizer(decode_special_tokens, continuing),
             self._conditions.ids,
             StopStrings(self._conditions.strings),
             max_new_tokens,
@@ -196,7 +193,7 @@ class StreamingGenerator:
         last = len(self.tokens) - 1
         while self._cache.length < last and not abort():
             start = self._cache.length
-            self._forward(self.tokens[start : min(start + self._chunk, last)])
+            self._forward(self.tokens[start : min(start + PREFILL_CHUNK, last)])
             if on_prefill is not None:
                 on_prefill(self._cache.length, len(self.tokens), cached)
 

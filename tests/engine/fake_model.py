@@ -1,0 +1,79 @@
+"""A model whose next token depends on every token in its cache, and a tokenizer of bytes: no weights needed."""
+
+import zlib
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from exl2chat.model.detokenizer import Detokenizer, Piece
+
+BYTES = 256
+END = 256
+OTHER_END = 257
+MARK = 258
+VOCABULARY = 260
+
+
+class FakeCache:
+    """Remembers token ids where a real cache has keys and values."""
+
+    def __init__(self, capacity: int = 1000) -> None:
+        self.capacity = capacity
+        self.tokens: list[int] = []
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    def truncate(self, length: int) -> None:
+        del self.tokens[length:]
+
+
+class FakeModel:
+    """Logits from a hash of the cache; or, with `reply`, from a function of it that says the next token."""
+
+    def __init__(self, reply: Callable[[list[int]], int] | None = None) -> None:
+        self.device = torch.device("cpu")
+        self.config = SimpleNamespace(vocab_size=VOCABULARY)
+        self.calls: list[int] = []
+        self._reply = reply
+
+    def forward(self, tokens: torch.Tensor, cache: FakeCache, last_only: bool = False) -> torch.Tensor:
+        assert last_only
+        assert tokens.dtype == torch.int64
+        self.calls.append(len(tokens))
+        cache.tokens.extend(tokens.tolist())
+        return torch.from_numpy(self.logits(cache.tokens)).unsqueeze(0)
+
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        if self._reply is not None:
+            one = np.zeros(VOCABULARY, np.float32)
+            one[self._reply(tokens)] = 100
+            return one
+        seed = zlib.crc32(np.array(tokens, np.int64).tobytes())
+        logits = np.random.default_rng(seed).standard_normal(VOCABULARY).astype(np.float32) * 3
+        logits[BYTES:] = -np.inf
+        return logits
+
+
+def saying(text: str | bytes, prompt_tokens: int, then: int = END) -> FakeModel:
+    """A model that answers a prompt of so many tokens with the bytes of `text` and then `then`."""
+    data = text.encode() if isinstance(text, str) else text
+    return FakeModel(lambda tokens: [*data, then][min(len(tokens) - prompt_tokens, len(data))])
+
+
+class FakeTokenizer:
+    """Ids below 256 are bytes; `MARK` is shown only among special tokens."""
+
+    vocab_size = VOCABULARY
+    eos_ids = frozenset({END})
+
+    def detokenizer(self, special: bool = False, continuing: bool = False) -> Detokenizer:
+        def piece(token: int) -> Piece | None:
+            if token >= BYTES:
+                return Piece(b"<mark>", b"<mark>") if special else None
+            return Piece(bytes([token]).strip(b" "), bytes([token]))
+
+        return Detokenizer(piece, continuing)
