@@ -1,0 +1,153 @@
+"""The lines around the chat: title, progress of a load, status, keys. Each shows a record and knows nothing else."""
+
+import time
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.text import Text
+from textual.reactive import reactive
+from textual.widget import Widget
+
+from exl2chat.chat.events import LoadProgress, Phase
+from exl2chat.safetext import scrub_line
+
+BAR_CELLS = 20
+UNITS = ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "kB"))
+PHASES = {
+    "loading": "loading",
+    "ready": "ready",
+    "prefill": "reading",
+    "streaming": "writing",
+    "down": "no model",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What the status line says. Tokens; seconds; 0 where unknown."""
+
+    phase: Phase = "down"
+    model: str = ""
+    used: int = 0
+    context: int = 0
+    tokens_per_second: float = 0.0
+    first_token_s: float = 0.0
+    queued: int = 0
+    notice: str = ""
+
+
+class Line(Widget):
+    """One row of text."""
+
+    DEFAULT_CSS = "Line { height: 1; }"
+
+
+class TitleBar(Line):
+    """The session's title, and the model at the right."""
+
+    title = reactive("")
+    model = reactive("")
+
+    def render(self) -> Text:
+        return spread(Text(scrub_line(self.title), "bold"), Text(scrub_line(self.model)), self.size.width)
+
+
+class StatusBar(Line):
+    """The state of the chat in as many words as fit."""
+
+    status = reactive(Status())
+
+    def render(self) -> Text:
+        return Text("  ·  ".join(status_words(self.status, self.size.width)), no_wrap=True, overflow="ellipsis")
+
+
+class HintBar(Line):
+    """Keys, or for two seconds what a key would do if pressed again."""
+
+    hint = reactive("")
+
+    def render(self) -> Text:
+        return Text(self.hint, no_wrap=True, overflow="ellipsis")
+
+
+class LoadBar(Line):
+    """How far the model is on its way; hidden when there is none to wait for."""
+
+    progress: reactive[LoadProgress | None] = reactive(None)
+
+    def on_mount(self) -> None:
+        self.display = False
+        self._since = time.monotonic()
+        self._timer = self.set_interval(0.25, self.refresh, pause=True)
+
+    def watch_progress(self, before: LoadProgress | None, now: LoadProgress | None) -> None:
+        if before is None:
+            self._since = time.monotonic()
+        self.display = now is not None
+        if now is None:
+            self._timer.pause()
+        else:
+            self._timer.resume()
+
+    def render(self) -> Text:
+        if self.progress is None:
+            return Text()
+        return Text(load_words(self.progress, time.monotonic() - self._since), no_wrap=True, overflow="ellipsis")
+
+
+def spread(left: Text, right: Text, width: int) -> Text:
+    """Two texts at the ends of a line; the left one gives way."""
+    left.truncate(max(0, width - right.cell_len - 2), overflow="ellipsis")
+    return Text.assemble(left, " " * max(1, width - left.cell_len - right.cell_len), right, no_wrap=True)
+
+
+def status_words(status: Status, width: int) -> list[str]:
+    """The parts of the status line, the less important ones left out when they do not fit in `width` cells."""
+    words = [PHASES[status.phase]]
+    if status.queued:
+        words.append(f"{status.queued} queued")
+    if status.context:
+        share = status.used / status.context
+        words.append(f"context {meter(share, 8)} {amount(status.used)} of {amount(status.context)}")
+    if status.tokens_per_second:
+        words.append(f"{status.tokens_per_second:.1f} tok/s")
+    if status.first_token_s:
+        words.append(f"first token {status.first_token_s:.2f} s")
+    if status.model:
+        words.insert(1, scrub_line(status.model))
+    while len(words) > 1 and cell_len("  ·  ".join(words)) > width:
+        words.pop()
+    return words
+
+
+def load_words(progress: LoadProgress, seconds: float) -> str:
+    """Stage, bar, share and seconds of a load."""
+    waited = f"{seconds:.0f} s"
+    stage = scrub_line(progress.stage)
+    if not progress.total:
+        return f"{'◐◓◑◒'[int(seconds * 4) % 4]} {stage} · {waited}"
+    share = min(1.0, progress.done / progress.total)
+    if progress.unit == "bytes":
+        counts = f"{size(progress.done)} of {size(progress.total)}"
+    else:
+        counts = f"{progress.done} of {progress.total} {scrub_line(progress.unit)}".rstrip()
+    return f"{stage} {meter(share, BAR_CELLS)} {share:4.0%} · {counts} · {waited}"
+
+
+def meter(share: float, cells: int) -> str:
+    """A bar of `cells` cells, filled to `share`."""
+    filled = round(min(max(share, 0.0), 1.0) * cells)
+    return "━" * filled + "╌" * (cells - filled)
+
+
+def amount(tokens: int) -> str:
+    """A count in at most five characters or so."""
+    return str(tokens) if tokens < 10_000 else f"{tokens / 1000:.1f}k"
+
+
+def size(number: int) -> str:
+    """Bytes in the largest unit that fits."""
+    for factor, unit in UNITS:
+        if number >= factor:
+            return f"{number / factor:.1f} {unit}"
+    return f"{number} B"

@@ -1,0 +1,59 @@
+"""Messages as entries of the transcript: names, numbers and remarks in words."""
+
+from datetime import datetime
+
+from exl2chat.chat.events import Message
+from exl2chat.chat.tree import Tree
+from exl2chat.link.protocol import Stats
+from exl2chat.safetext import scrub_line
+from exl2chat.ui.section import Entry
+
+REMARKS = {
+    "stopped": ("■ stopped · /continue goes on, /retry starts over", "muted"),
+    "max_tokens": ("… the token limit was reached · /continue goes on", "warning"),
+    "context": ("… the context is full · /new starts afresh", "warning"),
+    "error": ("✗ the reply failed · /retry tries again", "error"),
+    "crash": ("✗ the engine died here · /continue goes on, /retry starts over", "error"),
+}
+
+
+def entry_of(message: Message, tree: Tree) -> Entry:
+    """What the transcript says of a message that is on disk."""
+    siblings = tree.siblings(message.id)
+    place = f"‹{siblings.index(message) + 1}/{len(siblings)}›" if len(siblings) > 1 else ""
+    remark, level = REMARKS.get(message.stop or "", ("", "muted"))
+    if message.role == "assistant":
+        notes = (place, speed(message.stats))
+    else:
+        notes = (place, clock(message.created))
+    return Entry(
+        message.id, message.role, speaker(message.role, message.model), "  ".join(filter(None, notes)), remark, level
+    )
+
+
+def speaker(role: str, model: str) -> str:
+    """The name above a message."""
+    if role == "assistant":
+        return scrub_line(model) or "Assistant"
+    return "You" if role == "user" else "System"
+
+
+def speed(stats: Stats | None) -> str:
+    """Tokens and tokens per second of a reply, where known."""
+    if stats is None or not stats.reply_tokens:
+        return ""
+    rate = f" · {stats.tokens_per_second:.0f} tok/s" if stats.tokens_per_second else ""
+    return f"{stats.reply_tokens} tok{rate}"
+
+
+def clock(created: str) -> str:
+    """Hours and minutes, local, of an ISO 8601 time; empty if it is none."""
+    try:
+        return datetime.fromisoformat(created).astimezone().strftime("%H:%M")
+    except ValueError:
+        return ""
+
+
+def day(seconds: float) -> str:
+    """The local date and time of a moment given in seconds since 1970."""
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")

@@ -1,0 +1,152 @@
+"""Where the user types: several lines, history, completion, pastes of any size."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from textual import events
+from textual.binding import Binding
+from textual.message import Message
+from textual.widgets import TextArea
+
+from exl2chat.safetext import scrub
+from exl2chat.ui.completion import CompletionList
+
+PASTE_CHARACTERS, PASTE_LINES = 2000, 20
+NEWLINE_KEYS = ("ctrl+j", "shift+enter", "shift+\r")
+
+
+class Recall(Protocol):
+    """Earlier messages, oldest first (`exl2chat.chat.history.History`)."""
+
+    entries: list[str]
+
+    def add(self, text: str) -> None: ...
+
+
+class Prompt(TextArea):
+    """Posts what the user sends. A long paste shows as a token in double brackets and is put back when it is sent."""
+
+    BINDINGS = [
+        Binding("pageup", "app.page(-1)", show=False),
+        Binding("pagedown", "app.page(1)", show=False),
+        Binding("ctrl+home", "app.home", show=False),
+        Binding("ctrl+end", "app.follow", show=False),
+        Binding("ctrl+d", "leave", show=False),
+    ]
+
+    @dataclass
+    class Submitted(Message):
+        """The user sent `text`."""
+
+        text: str
+
+    class Left(Message):
+        """The user asked to leave."""
+
+    def __init__(self, history: Recall, completions: CompletionList) -> None:
+        super().__init__(soft_wrap=True, tab_behavior="focus", highlight_cursor_line=False, compact=True)
+        self._history = history
+        self._completions = completions
+        self._recalled = 0  # how many steps back in the history; 0 is the draft
+        self._draft = ""
+        self._pastes: dict[str, str] = {}
+
+    @property
+    def full_text(self) -> str:
+        """What would be sent: pastes in place of their tokens."""
+        text = self.text
+        for token, paste in self._pastes.items():
+            text = text.replace(token, paste)
+        return text
+
+    def put(self, text: str) -> None:
+        """Replace the text (it can be undone); the cursor goes to its end."""
+        self.replace(scrub(text), self.document.start, self.document.end)
+        self.move_cursor(self.document.end)
+        self._recalled = 0
+
+    async def _on_key(self, event: events.Key) -> None:
+        if self._handles(event.key):
+            event.stop()
+            event.prevent_default()
+            return
+        await super()._on_key(event)
+
+    def _handles(self, key: str) -> bool:
+        """Whether the key did something here that the text area knows nothing of."""
+        if self._completions.is_open and self._complete(key):
+            return True
+        if key == "enter":
+            self._enter()
+        elif key in NEWLINE_KEYS:
+            self.insert("\n")
+        elif key == "up" and self.get_cursor_line_start_location() and self._on_first_row:
+            self._recall(1)
+        elif key == "down" and self._on_last_row:
+            self._recall(-1)
+        elif key == "end" and self.cursor_at_end_of_line:
+            self.app.action_follow()  # type: ignore[attr-defined]
+        elif key == "tab":
+            return True
+        else:
+            return False
+        return True
+
+    def _complete(self, key: str) -> bool:
+        if key in ("up", "down"):
+            self._completions.step(-1 if key == "up" else 1)
+        elif key == "escape":
+            self._completions.close()
+        elif key == "tab" or (key == "enter" and not self._completions.says(self.text)):
+            self.put(self._completions.chosen)
+        else:
+            return False
+        return True
+
+    def _enter(self) -> None:
+        """Send; after a backslash, begin a new line instead."""
+        row, column = self.cursor_location
+        if column and self.document.get_line(row)[column - 1] == "\\":
+            self.replace("\n", (row, column - 1), (row, column))
+            return
+        text = self.full_text
+        if text.strip():
+            self._history.add(text)
+            self.put("")
+            self._pastes.clear()
+            self.post_message(self.Submitted(text))
+
+    @property
+    def _on_first_row(self) -> bool:
+        return self.wrapped_document.location_to_offset(self.cursor_location).y == 0
+
+    @property
+    def _on_last_row(self) -> bool:
+        return self.wrapped_document.location_to_offset(self.cursor_location).y == self.wrapped_document.height - 1
+
+    def _recall(self, steps: int) -> None:
+        """Go back in the history or forward again; the draft waits at its front."""
+        position = min(max(self._recalled + steps, 0), len(self._history.entries))
+        if position == self._recalled:
+            return
+        if self._recalled == 0:
+            self._draft = self.text
+        self.put(self._history.entries[-position] if position else self._draft)
+        self._recalled = position
+
+    async def _on_paste(self, event: events.Paste) -> None:
+        event.stop()
+        event.prevent_default()
+        text = event.text.replace("\r\n", "\n").replace("\r", "\n")
+        lines = text.count("\n") + 1
+        if len(text) > PASTE_CHARACTERS or lines > PASTE_LINES:
+            token = f"⟦paste {len(self._pastes) + 1}: {lines} lines, {len(text)} characters⟧"
+            self._pastes[token] = text
+            text = token
+        self.insert(scrub(text))
+
+    def action_leave(self) -> None:
+        if self.text:
+            self.action_delete_right()
+        else:
+            self.post_message(self.Left())

@@ -1,0 +1,247 @@
+"""A block of Markdown as rows of the screen. Pure: the same block, width, look and carry give the same rows.
+
+Inline Markdown is parsed by markdown-it, code by Pygments; here is only layout. Nothing becomes a terminal hyperlink: an
+address is shown as text, because what is shown may come from a model.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import zip_longest
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from pygments.lexer import Lexer
+from pygments.lexers import get_lexer_by_name
+from pygments.util import ClassNotFound
+from rich.cells import cell_len
+from rich.console import Console
+from rich.segment import Segment
+from rich.style import Style
+from rich.text import Text
+from textual.strip import Strip
+
+from exl2chat.ui.blocks import Block
+from exl2chat.ui.look import Look
+
+NARROWEST = 8
+_TASKS = {"[ ] ": "☐ ", "[x] ": "☑ ", "[X] ": "☑ "}
+_INLINE = {"strong": Style(bold=True), "em": Style(italic=True), "s": Style(strike=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of the screen. In a copy the first `margin` cells are left out and `glue` joins it to the row before."""
+
+    strip: Strip
+    margin: int = 0
+    glue: str = "\n"
+
+
+Carry = Text | tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """The rows of a block, and what a block `joined` to it must know: its unfinished last line, or column widths."""
+
+    rows: tuple[Row, ...]
+    carry: Carry = None
+
+
+class Renderer:
+    """Draws blocks with one look."""
+
+    def __init__(self, look: Look) -> None:
+        self.look = look
+        self._console = Console(color_system="truecolor", force_terminal=True, legacy_windows=False, width=80)
+        self._markdown = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+
+    def render(self, block: Block, width: int, carry: Carry = None, goes_on: bool = False) -> Rendered:
+        """`block` in `width` cells. `carry` is of the block before if this one is joined to it.
+
+        If another block is joined to this one (`goes_on`) the last line of prose is handed on, not drawn.
+        """
+        first, rest = self._prefixes(block)
+        inner = max(NARROWEST, width - rest.cell_len)
+        handed_on: Carry = None
+        if block.kind == "code":
+            lines, style = self._code(block, inner), self.look.code_block
+        elif block.kind == "table":
+            lines, handed_on = self._table(block, inner, carry if isinstance(carry, tuple) else ())
+        elif block.kind == "rule":
+            lines = [Text("─" * inner, self.look.quote)]
+        else:
+            lines = self._prose(block, inner, carry if isinstance(carry, Text) else None)
+            if goes_on and len(lines) > 1:
+                handed_on = lines.pop()
+        style = self.look.code_block if block.kind == "code" else self.look.text
+        glue = " " if block.kind in ("paragraph", "item", "heading") else "\n"
+        rows = []
+        for number, line in enumerate(lines):
+            prefix = first if number == 0 and not block.joined else rest
+            rows.append(Row(self._strip(prefix, line, width, style), prefix.cell_len, glue if number else "\n"))
+        return Rendered(tuple(rows), handed_on)
+
+    def label(self, name: str, style: Style, note: str, width: int) -> Row:
+        """The line above a message: who speaks, and at the right what there is to say about it."""
+        gap = max(1, width - cell_len(name) - cell_len(note))
+        line = Text.assemble((name, style), " " * gap, (note, self.look.muted))
+        line.truncate(width, overflow="ellipsis")
+        return Row(self._strip(Text(), line, width, self.look.text))
+
+    def note(self, text: str, style: Style, width: int) -> list[Row]:
+        """A remark of the program's own under a message."""
+        lines = Text(text, style).wrap(self._console, max(NARROWEST, width))
+        return [Row(self._strip(Text(), line, width, self.look.text)) for line in lines]
+
+    def blank(self, width: int) -> Row:
+        """An empty row."""
+        return Row(self._strip(Text(), Text(), width, self.look.text))
+
+    def _prefixes(self, block: Block) -> tuple[Text, Text]:
+        """What stands left of the first row and of the others: quotation bars, indentation, the item's marker."""
+        bars = Text("▌ " * block.quote, self.look.quote)
+        bars.append(" " * min(block.indent, 24))
+        if block.kind != "item":
+            return bars, bars
+        bullet = "•" if block.info in "-*+" else block.info
+        return bars + Text(f" {bullet} ", self.look.marker), bars + Text(" " * (len(bullet) + 2))
+
+    def _strip(self, prefix: Text, line: Text, width: int, style: Style) -> Strip:
+        base = self.look.text
+        left = [Segment(s.text, base + s.style if s.style else base) for s in prefix.render(self._console)]
+        body = [Segment(s.text, style + s.style if s.style else style) for s in line.render(self._console)]
+        return Strip(left + body).adjust_cell_length(width, style)
+
+    # Prose
+
+    def _prose(self, block: Block, width: int, carry: Text | None) -> list[Text]:
+        if block.kind == "plain":
+            text = Text(block.text)
+        else:
+            text = self._inline(block.text)
+        if block.kind == "heading":
+            text.stylize(self.look.heading + Style(underline=block.info == "1"))
+        if carry is not None:
+            text = carry + text
+        if block.kind == "item" and text.plain[:4] in _TASKS:
+            text = Text(_TASKS[text.plain[:4]], self.look.marker) + text[4:]
+        text.expand_tabs(4)
+        return list(text.wrap(self._console, width)) or [Text()]
+
+    def _inline(self, source: str) -> Text:
+        return self._spans(self._markdown.parseInline(source)[0].children or ())
+
+    def _spans(self, tokens: Iterable[Token]) -> Text:
+        """Inline tokens as one styled text."""
+        text = Text()
+        stack: list[Style] = [Style()]
+        links: list[tuple[str, int]] = []
+        for token in tokens:
+            if token.type == "link_open":
+                links.append((str(token.attrs.get("href", "")), len(text)))
+                stack.append(stack[-1] + self.look.link)
+            elif token.type == "link_close":
+                stack.pop()
+                address, start = links.pop()
+                if text.plain[start:] != address:
+                    text.append(f" ({address})", self.look.muted)
+            elif token.nesting == 1:
+                stack.append(stack[-1] + _INLINE.get(token.tag, Style()))
+            elif token.nesting == -1:
+                stack.pop()
+            elif token.type == "code_inline":
+                text.append(token.content, stack[-1] + self.look.code)
+            elif token.type == "image":
+                text.append(f"[image: {token.content}] ({token.attrs.get('src', '')})", self.look.link)
+            else:
+                text.append({"softbreak": " ", "hardbreak": "\n"}.get(token.type, token.content), stack[-1])
+        return text
+
+    # Code
+
+    def _code(self, block: Block, width: int) -> list[Text]:
+        """Highlighted lines, folded at `width`; the fence's language on a line above."""
+        lines = [] if block.joined or not block.info else [Text(block.info, self.look.muted)]
+        for line in self._highlight(block).split("\n", allow_blank=True):
+            line.expand_tabs(4)
+            lines += [line] if line.cell_len <= width else line.wrap(self._console, width, overflow="fold")
+        return lines
+
+    def _highlight(self, block: Block) -> Text:
+        text = Text()
+        for kind, value in _lexer(block.info).get_tokens(block.text):
+            text.append(value, self.look.token(kind))
+        text.right_crop(1)  # the newline that Pygments adds
+        return text
+
+    # Tables
+
+    def _table(self, block: Block, width: int, widths: tuple[int, ...]) -> tuple[list[Text], tuple[int, ...]]:
+        """Rows with aligned columns, and the widths for the rows to come. A joined table shows no header again."""
+        rows = self._cells(block.text)
+        if not rows:
+            return [Text(line) for line in block.text.split("\n")], widths
+        columns = len(rows[0])
+        widths = widths or fit([max(row[i].cell_len for row in rows) for i in range(columns)], width)
+        header, *body = rows
+        lines = []
+        if not block.joined:
+            for cell in header:
+                cell.stylize(self.look.heading)
+            lines += self._table_row(header, widths)
+            lines.append(Text("  ".join("─" * w for w in widths), self.look.quote))
+        for row in body:
+            lines += self._table_row(row, widths)
+        return lines, widths
+
+    def _cells(self, source: str) -> list[list[Text]]:
+        rows: list[list[Text]] = []
+        justify = ""
+        for token in self._markdown.parse(source):
+            if token.type == "tr_open":
+                rows.append([])
+            elif token.type in ("th_open", "td_open"):
+                justify = str(token.attrs.get("style", ""))
+            elif token.type == "inline" and rows:
+                cell = self._spans(token.children or ())
+                cell.justify = "right" if "right" in justify else "center" if "center" in justify else "left"
+                rows[-1].append(cell)
+        return rows
+
+    def _table_row(self, cells: Sequence[Text], widths: Sequence[int]) -> Iterator[Text]:
+        columns = [
+            list(cell.wrap(self._console, width, justify=cell.justify, overflow="fold"))
+            for cell, width in zip(cells, widths, strict=False)
+        ]
+        for parts in zip_longest(*columns):
+            line = Text()
+            for part, width in zip(parts, widths, strict=False):
+                cell = part or Text()
+                cell.pad_right(width - cell.cell_len)
+                line.append_text(cell).append("  ")
+            yield line
+
+
+def fit(wanted: Sequence[int], width: int) -> tuple[int, ...]:
+    """Column widths: as wanted if they fit with two spaces between, else the widest give way first."""
+    room = max(len(wanted), width - 2 * (len(wanted) - 1))
+    widths = [max(1, w) for w in wanted]
+    while sum(widths) > room:
+        widest = max(widths)
+        if widest == 1:
+            break
+        second = max((w for w in widths if w < widest), default=1)
+        many = widths.count(widest)
+        target = max(second, widest - -(-(sum(widths) - room) // many), 1)
+        widths = [target if w == widest else w for w in widths]
+    return tuple(widths)
+
+
+@lru_cache(maxsize=64)
+def _lexer(language: str) -> Lexer:
+    try:
+        return get_lexer_by_name(language.split()[0] if language.strip() else "text", stripnl=False)
+    except ClassNotFound:
+        return get_lexer_by_name("text", stripnl=False)
