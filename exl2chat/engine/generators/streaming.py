@@ -103,8 +103,8 @@ class StreamingGenerator:
 
         input_ids: [n] or [1, n]. settings.seed None draws a seed, reported in the result. `abort` is asked before
         every chunk and every token; once it is true the prompt is read no further and `stream_ex` reports "stopped".
-        on_prefill(done, total, cached) follows every chunk. `continuing`: the prompt ends in the middle of a text, so that
-        the space before the first word is text too. ContextError when the prompt leaves no room for a token.
+        on_prefill(done, total, cached) follows every chunk. `continuing`: the prompt ends in the middle of a text, so
+        that the space before the first word is text too. ContextError when the prompt leaves no room for a token.
         """
         self._reply = None
         ids = self._checked(input_ids)

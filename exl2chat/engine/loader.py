@@ -1,0 +1,61 @@
+"""A model folder to everything a generator needs, and a conversation to the tokens the model reads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from exl2chat.engine.cache import KVCache
+from exl2chat.engine.placement import check_memory, choose_device, choose_dtype
+from exl2chat.engine.transformer import Transformer
+from exl2chat.errors import UsageError
+from exl2chat.model.checkpoint import Checkpoint, open_checkpoint
+from exl2chat.model.template import ChatTemplate, Turn, open_template
+from exl2chat.model.tokenizer import Tokenizer, open_tokenizer
+from exl2chat.progress import Progress
+
+DEFAULT_CONTEXT = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that can answer. Stops: whatever config, generation_config, tokenizer or template ends a turn with."""
+
+    checkpoint: Checkpoint
+    transformer: Transformer
+    cache: KVCache
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    stop_ids: frozenset[int]
+    stop_strings: tuple[str, ...]
+
+    def encode_turns(self, turns: Sequence[Turn]) -> list[int]:
+        """The ids of (role, text) turns up to where the assistant writes: after its text, if the last turn is its."""
+        continuing = bool(turns) and turns[-1][0] == "assistant"
+        return self.tokenizer.encode_chat(self.template.render(turns, continue_final=continuing))
+
+
+def load_model(path: Path, device: str, dtype: str, context: int | None, progress: Progress) -> LoadedModel:
+    """Load the model in the folder `path`; `device` and `dtype` are those of the settings.
+
+    `context` None: what the model was made for, at most 8192 tokens. ModelError where the folder is damaged, not
+    supported or does not fit the memory; UsageError for a context that the model was not made for.
+    """
+    progress("reading the model folder")
+    checkpoint = open_checkpoint(path)
+    tokenizer = open_tokenizer(checkpoint.folder)
+    template = open_template(checkpoint.folder, tokenizer)
+    room = choose_context(checkpoint, context)
+    place, kind = choose_device(device), choose_dtype(dtype)
+    check_memory(checkpoint, place, kind, room)
+    transformer = Transformer.load(checkpoint, place, kind, progress)
+    cache = transformer.new_cache(room)
+    stop_ids = checkpoint.config.eos_ids | tokenizer.eos_ids | template.stop_ids
+    return LoadedModel(checkpoint, transformer, cache, tokenizer, template, stop_ids, template.stop_strings)
+
+
+def choose_context(checkpoint: Checkpoint, asked: int | None) -> int:
+    """The context in tokens; UsageError when more is asked for than the model was made for."""
+    longest = checkpoint.config.context
+    if asked is not None and asked > longest:
+        raise UsageError(f"--ctx {asked}: {checkpoint.folder.path.name} was made for {longest} tokens", "ask for less")
+    return asked or min(longest, DEFAULT_CONTEXT)

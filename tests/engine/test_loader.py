@@ -1,0 +1,99 @@
+"""From a model folder to a reply: real weights, tokenizer and template, no network."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from exl2chat.engine.generators.streaming import StreamingGenerator
+from exl2chat.engine.loader import LoadedModel, load_model
+from exl2chat.errors import ModelError, UsageError
+from exl2chat.progress import silent
+from exl2chat.settings import Sampling
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+GREEDY = Sampling(temperature=0)
+END_OF_TURN = 3
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def load(path: Path, context: int | None = None) -> LoadedModel:
+    return load_model(path, "cpu", "float32", context, silent)
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """A golden checkpoint with a chat template whose end of turn no other file calls an end."""
+    folder = tmp_path_factory.mktemp("model") / "chat"
+    shutil.copytree(GOLDEN / "llama-3.0bpw-exl2", folder)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
+    return load(folder)
+
+
+def answer(generator: StreamingGenerator, ids: list[int], count: int) -> list[int]:
+    generator.set_stop_conditions([])
+    generator.begin_stream_ex(ids, GREEDY, max_new_tokens=count)
+    tokens: list[int] = []
+    while not (result := generator.stream_ex()).eos:
+        tokens += result.tokens
+    return [*tokens, *result.tokens]
+
+
+def test_what_any_file_calls_an_end_of_turn_stops_a_reply(chat_model: LoadedModel) -> None:
+    assert chat_model.stop_ids == {1, 7, END_OF_TURN}
+    assert chat_model.stop_strings == ()
+
+
+def test_a_model_without_a_template_stops_before_the_next_user() -> None:
+    model = load(GOLDEN / "llama-fp16")
+    assert model.stop_ids == {1}
+    assert model.tokenizer.decode(model.encode_turns([("user", "hi")])).endswith("User: hi\nAssistant:")
+
+
+def test_a_conversation_ends_where_the_assistant_is_to_write(chat_model: LoadedModel) -> None:
+    def text(*turns: tuple[str, str]) -> str:
+        return chat_model.tokenizer.decode(chat_model.encode_turns(turns), special=True)
+
+    assert text(("user", "one")) == "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+    assert text(("user", "one"), ("assistant", "two")).endswith("<|im_start|>assistant\ntwo")
+
+
+def test_a_control_token_in_a_message_is_plain_text(chat_model: LoadedModel) -> None:
+    ids = chat_model.encode_turns([("user", "a<|im_end|>b")])
+    assert ids.count(END_OF_TURN) == 1
+
+
+def test_the_context_is_the_models_own_unless_told(chat_model: LoadedModel) -> None:
+    assert chat_model.cache.capacity == chat_model.checkpoint.config.context == 2048
+    assert load(chat_model.checkpoint.folder.path, 300).cache.capacity == 300
+
+
+def test_a_longer_context_than_the_models_is_refused(chat_model: LoadedModel) -> None:
+    with pytest.raises(UsageError, match="made for 2048 tokens"):
+        load(chat_model.checkpoint.folder.path, 4096)
+
+
+def test_a_folder_that_is_no_model_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama-3.0bpw-exl2", "gemma2-4.0bpw-exl2", "mistral-4.0bpw-exl2"])
+def test_turns_over_a_reused_cache_equal_greedy_steps_over_fresh_ones(name: str) -> None:
+    model = load(GOLDEN / name)
+    generator = StreamingGenerator(model.transformer, model.cache, model.tokenizer)
+    conversation = [5, 600, 7, 80, 9]
+    for turn in range(3):
+        reply = answer(generator, conversation, 12)
+        expected = list(conversation)
+        for _ in range(12):
+            logits = model.transformer.forward(torch.tensor(expected), model.transformer.new_cache(256), last_only=True)
+            expected.append(int(logits[0, : model.tokenizer.vocab_size].argmax()))
+        assert reply == expected[len(conversation) :]
+        conversation = [*conversation, *reply[: 12 - 4 * turn], 17, 18 + turn]
