@@ -8,6 +8,7 @@ escape HTML. What a library cannot bound, an allocation that aborts the process,
 
 import json
 import re
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
@@ -42,6 +43,7 @@ class Sandbox:
         self.where = where
         self._environment = minijinja.Environment(trim_blocks=True, lstrip_blocks=True, fuel=FUEL)
         self._environment.add_filter("tojson", _tojson)
+        self._environment.add_test("iterable", _is_iterable)
         self._environment.add_global("raise_exception", _raise_exception)
         self._environment.add_global("strftime_now", _strftime_now)
         try:
@@ -66,6 +68,11 @@ class Sandbox:
 def _without_effect(tag: re.Match[str]) -> str:
     """`{% generation %}` as a statement that does nothing and trims white space alike."""
     return f"{{%{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}%}}"
+
+
+def _is_iterable(value: object) -> bool:
+    """As in Jinja; minijinja counts none as iterable, and templates ask this of `tools`."""
+    return isinstance(value, Iterable)
 
 
 def _raise_exception(message: str) -> None:
