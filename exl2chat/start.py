@@ -30,4 +30,4 @@ def main(args: argparse.Namespace, settings: Settings, paths: Paths) -> int:
     from exl2chat.ui.app import run_app
 
     session = Session.open(args.resume, paths) if args.resume else Session.create(paths)
-    return run_app(Controller(choose_engine(args.engine, paths), settings, paths, session), settings, paths)
+    return run_app(Controller(choose_engine(args.engine, paths), settings, paths, session), paths)

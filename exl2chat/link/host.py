@@ -18,7 +18,7 @@ class Host:
         self.info = wire.ModelInfo(
             name=name,
             path=str(model.checkpoint.folder.path),
-            architecture=model.checkpoint.config.architecture,
+            architecture=model.checkpoint.config.arch.names[0],
             quantization=model.checkpoint.quantization,
             context=model.cache.capacity,
             vocab_size=model.checkpoint.config.vocab_size,
@@ -35,7 +35,8 @@ class Host:
     def load(cls, request: wire.Load, paths: Paths, progress: Progress) -> "Host":
         """Find the model, fetching it if need be, and load it. ChatError when either fails."""
         path = hub.resolve(request.model, paths, progress)
-        return cls(load_model(path, request.device, request.dtype, request.context, progress), path.name)
+        name = request.model if path.parent.name == "snapshots" else path.name  # there, folders are commit hashes
+        return cls(load_model(path, request.device, request.dtype, request.context, progress), name)
 
     def answer(
         self, request: wire.Generate, abort: Callable[[], bool], emit: Callable[[wire.Event], None]
@@ -43,7 +44,7 @@ class Host:
         """Generate the reply, emitting Prefill and Chunk events. ContextError when the prompt does not fit."""
         asked = time.perf_counter()
         generator = self._generator
-        generator.set_stop_conditions([*self._model.stop_ids, *request.stop])
+        generator.set_stop_conditions([*self._model.stop_ids, *self._model.stop_strings, *request.stop])
         start = generator.begin_stream_ex(
             self._model.encode_turns([(turn.role, turn.text) for turn in request.turns]),
             request.sampling,

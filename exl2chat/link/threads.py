@@ -8,4 +8,4 @@ def worker_environment() -> dict[str, str]:
     to under 15 tok/s when a repainting screen shares the two cores; sleeping at once costs 40 % on quiet cores. A short
     spin is near the best of both.
     """
-    return {"GOMP_SPINCOUNT": "10000", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    return {"GOMP_SPINCOUNT": "10000"}
