@@ -46,7 +46,6 @@ class ControlTokens:
 
     def __init__(self, ids: Mapping[str, int], special: frozenset[str]) -> None:
         self.ids = {content: token_id for content, token_id in ids.items() if not is_blank(content)}
-        self.contents = {token_id: content for content, token_id in self.ids.items()}
         self._any = _either(self.ids)
         self._special = _either(special & self.ids.keys())
         self._markers = _either(self.ids.keys() - special)
@@ -59,6 +58,11 @@ class ControlTokens:
         """The id of the control token `text` starts with, white space aside."""
         match = self._any.match(text.lstrip())
         return None if match is None else self.ids[match[0]]
+
+    def neutralise(self, text: str) -> Rendered:
+        """`text` by itself with its control tokens hidden."""
+        disguise = Disguise(self, text)
+        return Rendered(disguise.neutralise("user", text), disguise.hidden, disguise.neutralised)
 
     def in_message(self, role: str) -> re.Pattern[str]:
         """What is neutralised in the text of a message by `role`."""
@@ -81,6 +85,7 @@ class Disguise:
 
     @property
     def hidden(self) -> dict[str, str]:
+        """What each character in use stands for."""
         return {mark: text for text, mark in self._marks.items()}
 
     def hide(self, text: str) -> str:

@@ -14,7 +14,6 @@ from tokenizers import AddedToken as LibraryToken
 from tokenizers import Tokenizer as Library
 
 from exl2chat.errors import ModelError
-from exl2chat.model.controls import is_blank
 from exl2chat.model.detokenizer import Piece, piece_rule
 from exl2chat.model.folder import MAX_TOKENIZER_JSON, ModelFolder
 from exl2chat.model.special_tokens import REMEDY, SpecialTokens
@@ -32,7 +31,7 @@ Span = tuple[int, int, int]
 
 
 class HuggingFaceBackend:
-    """`size` counts added tokens. `controls` are the contents never to be made from plain text, with their ids."""
+    """A `Backend` over the `tokenizers` library. `size` counts added tokens."""
 
     def __init__(self, folder: ModelFolder, description: Mapping[str, Any], tokens: SpecialTokens) -> None:
         where = folder.where("tokenizer.json")
@@ -46,8 +45,13 @@ class HuggingFaceBackend:
             self._plain = _without_added(self._full, description, prefix=True)
             self._plain_inside = _without_added(self._full, description, prefix=False)
         self.size = self._full.get_vocab_size()
+        model = description["model"]
+        self.unknown_id = model.get("unk_id")
+        if isinstance(model.get("unk_token"), str):
+            self.unknown_id = self._full.token_to_id(model["unk_token"])
         self._piece_rule = piece_rule(description.get("decoder"), where)
-        self._added = frozenset(self._full.get_added_tokens_decoder())
+        byte_level = (description.get("decoder") or {}).get("type") == "ByteLevel"  # added tokens are not spelled in it
+        self._literal = frozenset(self._full.get_added_tokens_decoder() if byte_level else ())
 
     def token_of(self, token_id: int) -> str | None:
         return self._full.id_to_token(token_id)
@@ -56,21 +60,18 @@ class HuggingFaceBackend:
         return self._full.token_to_id(token)
 
     def spans(self, text: str) -> Sequence[Span]:
-        """(id, start, end) of each token, control tokens matched; character offsets in `text`."""
         encoding = self._full.encode(text, add_special_tokens=False)
         return [(token_id, start, end) for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)]
 
     def encode(self, text: str) -> list[int]:
-        """The ids alone."""
         return self._full.encode(text, add_special_tokens=False).ids
 
     def plain(self, text: str, opening: bool) -> list[int]:
-        """Ids by the learned vocabulary alone. `opening` text is the first of its kind and gets the space prefix."""
         return (self._plain if opening else self._plain_inside).encode(text, add_special_tokens=False).ids
 
     def piece(self, token_id: int) -> Piece:
         token = self._full.id_to_token(token_id)
-        if token is None or token_id in self._added:
+        if token is None or token_id in self._literal:
             data = (token or "").encode()
             return Piece(data, data)
         return self._piece_rule(token)
@@ -148,10 +149,8 @@ def _library_token(content: str, special: bool) -> LibraryToken:
 
 
 def _without_added(full: Library, description: Mapping[str, Any], prefix: bool) -> Library:
-    """A tokenizer over the same (shared) vocabulary that knows no control token; without `prefix` no space in front."""
+    """A tokenizer over the same (shared) vocabulary that knows no added token; without `prefix` no space in front."""
     plain = Library(full.model)
-    blank = [token for token in full.get_added_tokens_decoder().values() if is_blank(token.content)]
-    plain.add_tokens([token for token in blank if plain.token_to_id(token.content) is not None])
     if prefix:
         plain.normalizer, plain.pre_tokenizer = full.normalizer, full.pre_tokenizer
         return plain

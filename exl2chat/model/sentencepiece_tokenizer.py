@@ -23,7 +23,7 @@ MARKER = re.compile(r"[<\[].+[>\]]")
 
 
 class SentencePieceBackend:
-    """The same face as HuggingFaceBackend, over a sentencepiece model and the added tokens of the JSON files."""
+    """A `Backend` over a sentencepiece model and the added tokens of the JSON files."""
 
     def __init__(self, folder: ModelFolder, tokens: SpecialTokens) -> None:
         where = folder.where("tokenizer.model")
@@ -38,6 +38,7 @@ class SentencePieceBackend:
             if token.id < learned and self._model.id_to_piece(token.id) != token.content:
                 raise ModelError(f"{where}: added token {token.content!r} cannot have id {token.id}", REMEDY)
         self.size = max([learned, *(token_id + 1 for token_id in self._beyond)])
+        self.unknown_id = int(self._model.unk_id())
         self._learned = learned
         self._legacy = (folder.read_json("tokenizer_config.json") or {}).get("legacy") is True
         spaced = next((i for i in range(learned) if self._model.id_to_piece(i).startswith(SPACE)), None)
@@ -68,12 +69,11 @@ class SentencePieceBackend:
         return token_id if self._model.id_to_piece(token_id) == token else None
 
     def names(self) -> dict[str, str]:
-        """bos and eos as the model file itself states them."""
-        ids = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id()}
+        """bos, eos and unk as the model file itself states them."""
+        ids = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id(), "unk_token": self._model.unk_id()}
         return {name: self._model.id_to_piece(token_id) for name, token_id in ids.items() if token_id >= 0}
 
     def spans(self, text: str) -> Sequence[Span]:
-        """(id, start, end) of each token, control tokens matched; character offsets in `text`."""
         found: list[Span] = []
         position = 0
         for part in self._split.split(text):
@@ -90,7 +90,6 @@ class SentencePieceBackend:
         return [token_id for token_id, _, _ in self.spans(text)]
 
     def plain(self, text: str, opening: bool) -> list[int]:
-        """Ids by the learned vocabulary alone. `opening` text is the first of its kind and gets the space prefix."""
         return [token_id for token_id, _, _ in self._learned_spans(text, opening)]
 
     def _learned_spans(self, text: str, opening: bool) -> list[Span]:

@@ -13,9 +13,14 @@ from exl2chat.model.special_tokens import SpecialTokens, read_special_tokens
 
 
 class Backend(Protocol):
-    """A tokenizer library with its model loaded. Spans are (id, start, end), character offsets in the text."""
+    """A tokenizer library with its model loaded. `unknown_id` stands for any text that the vocabulary lacks.
+
+    `spans` are (id, start, end), character offsets in the text. `encode` and `spans` match control tokens; `plain` uses
+    the learned vocabulary alone, and `opening` text, the first of all, gets the space that the model expects in front.
+    """
 
     size: int
+    unknown_id: int | None
 
     def token_of(self, token_id: int) -> str | None: ...
     def id_of(self, token: str) -> int | None: ...
@@ -43,7 +48,7 @@ class Tokenizer:
         special = tokens.special | set(names.values())
         self.special_ids = frozenset(ids[content] for content in special & ids.keys())
         self.controls = ControlTokens(ids, special)
-        self._forbidden = frozenset(self.controls.contents)
+        self._guarded = {i: content for content, i in self.controls.ids.items() if i != backend.unknown_id}
         self.bos_id = ids.get(names.get("bos_token", ""))
         self.pad_id = ids.get(names.get("pad_token", ""))
         eos = ids.get(names.get("eos_token", ""))
@@ -59,7 +64,7 @@ class Tokenizer:
 
     def encode(self, text: str, special: bool = False, add_bos: bool = False) -> list[int]:
         """The ids of `text`. Without `special`, control tokens in it are spelled out as plain text."""
-        ids = self._backend.encode(text) if special else self._spell_out(text, opening=True)
+        ids = self._backend.encode(text) if special else self.encode_chat(self.controls.neutralise(text))
         return [self.bos_id, *ids] if add_bos and self.bos_id is not None else ids
 
     def encode_chat(self, rendered: Rendered) -> list[int]:
@@ -85,12 +90,12 @@ class Tokenizer:
     def _trusted(self, group: Sequence[int], source: str, hidden: Mapping[str, str]) -> bool:
         if not hidden.keys().isdisjoint(source):
             return False
-        return all(self.controls.contents.get(token_id, source.strip()) == source.strip() for token_id in group)
+        return all(self._guarded.get(token_id, source.strip()) == source.strip() for token_id in group)
 
     def _spell_out(self, text: str, opening: bool) -> list[int]:
         """Ids without any control token: where the learned vocabulary still makes one, the text is cut in two there."""
         ids = self._backend.plain(text, opening)
-        if self._forbidden.isdisjoint(ids):
+        if self._guarded.keys().isdisjoint(ids):
             return ids
         if len(text) < 2:
             return []
