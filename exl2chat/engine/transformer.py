@@ -1,8 +1,6 @@
 """The one forward pass. Architectures differ in which weights are there and in the numbers of the config.
 
-Numerics: the residual stream, norms, RoPE, softmax and logits are float32; matrices multiply in the model's dtype. Keys
-and values are float32 on the CPU, whose attention is slower in any other dtype (16-bit float: 4.5 times), and of the
-model's dtype elsewhere.
+Numerics: the residual stream, norms, RoPE, softmax and logits are float32; matrices multiply in the model's dtype.
 """
 
 from dataclasses import dataclass
@@ -12,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from exl2chat.engine.cache import KVCache, Span
-from exl2chat.engine.rope import make_table
 from exl2chat.engine.weights import LayerWeights, Weights, load_weights
 from exl2chat.model.checkpoint import Checkpoint
 from exl2chat.model.config import ModelConfig
@@ -46,10 +43,7 @@ class Transformer:
 
     def new_cache(self, context: int) -> KVCache:
         """An empty cache for up to `context` tokens."""
-        config = self.config
-        dtype = torch.float32 if self.device.type == "cpu" else self.dtype
-        rope = make_table(config.rope, context, self.device)
-        return KVCache(config.num_layers, config.num_kv_heads, config.head_dim, rope, dtype)
+        return KVCache(self.config, context, self.device, self.dtype)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: KVCache, last_only: bool = False) -> Tensor:
@@ -72,7 +66,7 @@ class Transformer:
 
     def _logits(self, x: Tensor) -> Tensor:
         x = self.ops.rms_norm(x, self.weights.final_norm)
-        logits = self.weights.head(x.to(self.dtype)).float()
+        logits = self.weights.head(x).float()
         cap = self.config.logit_softcap
         return logits if cap is None else self.ops.softcap(logits, cap)
 
@@ -97,7 +91,7 @@ class Transformer:
         """x += attention(norm(x)); the new keys and values go to `new` [2, T, G, D], which `view` looks at."""
         config, ops = self.config, self.ops
         groups, size = config.num_kv_heads, config.head_dim
-        qkv = layer.qkv(ops.rms_norm(x, layer.attention_norm).to(self.dtype)).to(new.dtype)
+        qkv = layer.qkv(ops.rms_norm(x, layer.attention_norm)).to(new.dtype)
         qkv = qkv.view(x.shape[0], -1, size)
         turned = qkv[:, :-groups]
         if layer.head_norm is not None:
@@ -108,11 +102,11 @@ class Transformer:
         new[1].copy_(qkv[:, -groups:])
         keys, values, mask = view
         mixed = ops.attention(q, keys, values, config.attention_scale, mask, config.attention_softcap)
-        self._add(x, layer.o(mixed.to(self.dtype)), layer.attention_post_norm)
+        self._add(x, layer.o(mixed), layer.attention_post_norm)
 
     def _feed_forward(self, x: Tensor, layer: LayerWeights) -> None:
         """x += down(gate(norm(x)))."""
-        inner = layer.gate_up(self.ops.rms_norm(x, layer.mlp_norm).to(self.dtype))
+        inner = layer.gate_up(self.ops.rms_norm(x, layer.mlp_norm))
         out = layer.down(self.ops.gate(inner, self.config.arch.activation))
         self._add(x, out, layer.mlp_post_norm)
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exl2chat.engine.nibbles import pack_gptq
 from exl2chat.model.checkpoint import Checkpoint, Layer
 from exl2chat.model.config import ModelConfig
 from exl2chat.model.dequant import dequantize
@@ -60,7 +61,7 @@ def load_weights(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtyp
         layers.append(loader.layer(layer))
     progress("loading", count - 1, count, "layers")
     embedding = read_tensor(checkpoint.embedding).to(device)
-    head = loader.linear((checkpoint.head,), checkpoint.config.vocab_size)
+    head = loader.head(checkpoint.head)
     progress("loading", count, count, "layers")
     return Weights(embedding, tuple(layers), loader.norm(checkpoint.final_norm), head)
 
@@ -99,11 +100,28 @@ class _Loader:
             head_norm=self.head_norm(norms) if "q" in norms else None,
         )
 
-    def linear(self, parts: Sequence[Linear], rows: int | None = None) -> Weight:
-        """Projections of one input as one matrix, one below the other; its first `rows` outputs only."""
+    def linear(self, parts: Sequence[Linear]) -> Weight:
+        """Projections of one input as one matrix, one below the other."""
+        bias = join_bias(parts)
+        if self.dtype == torch.bfloat16 and self.device.type == "cpu":
+            packed = pack_gptq(parts, bias)
+            if packed is not None:
+                return packed
         matrices = [read_matrix(part) for part in parts]
-        weight = torch.cat(matrices) if len(parts) > 1 else matrices[0]
-        return pack(weight[:rows], join_bias(parts, rows), self.device, self.dtype)
+        return pack(torch.cat(matrices) if len(parts) > 1 else matrices[0], bias, self.device, self.dtype)
+
+    def head(self, head: Linear) -> Weight:
+        """The head, cut to the vocabulary. float16 on the CPU even beside bfloat16, in which logits of 20 would lie
+        0.125 apart."""
+        count = self.config.vocab_size
+        narrow = self.dtype == torch.bfloat16 and self.device.type == "cpu"
+        bias = join_bias((head,))
+        return pack(
+            read_matrix(head)[:count],
+            None if bias is None else bias[:count],
+            self.device,
+            torch.float16 if narrow else self.dtype,
+        )
 
     def norm(self, info: TensorInfo) -> Norm:
         return self.pack_norm(read_tensor(info).float())
@@ -119,7 +137,7 @@ class _Loader:
         return pack_norm(weight + shift, self.config.norm_eps, self.device)
 
 
-def join_bias(parts: Sequence[Linear], rows: int | None = None) -> Tensor | None:
+def join_bias(parts: Sequence[Linear]) -> Tensor | None:
     """The biases of the parts as one float32 vector, zeros where a part has none; None where none has."""
     if not any("bias" in part.tensors for part in parts):
         return None
@@ -127,4 +145,4 @@ def join_bias(parts: Sequence[Linear], rows: int | None = None) -> Tensor | None
         read_tensor(part.tensors["bias"]).float() if "bias" in part.tensors else torch.zeros(part.out_features)
         for part in parts
     ]
-    return torch.cat(biases)[:rows]
+    return torch.cat(biases)

@@ -1,13 +1,12 @@
-"""One linear weight in the layout that torch multiplies fastest, per device and dtype.
+"""One linear weight in the layout that torch multiplies fastest, by device and dtype. Figures: benchmarks/NOTES.md.
 
-| on the CPU | layout | rows of x | reads per weight |
-|---|---|---|---|
-| float32 | oneDNN blocks | any | 4 bytes |
-| float16 | rows as they are (exact for every EXL2 and GPTQ weight) | 1 to 4: dot products; more: widened | 2 bytes |
-| bfloat16 | oneDNN blocks | any | 2 bytes |
-| bfloat16, 4-bit GPTQ | torch's packed nibbles | any | 0.5 bytes |
+| dtype | layout on the CPU | bytes per weight |
+|---|---|---|
+| float32 | Blocked: oneDNN's blocks | 4 |
+| float16 | Half: rows as they are, which is exact for every EXL2 and GPTQ weight | 2 |
+| bfloat16 | Blocked, and Nibbles where the weight is 4-bit GPTQ | 2, 0.5 |
 
-Why these: benchmarks/NOTES.md. On a GPU a weight is a plain torch matrix.
+On a GPU a weight is a plain torch matrix of its dtype.
 """
 
 import math
@@ -19,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FEW_ROWS = 4
+NIBBLE_GROUPS = frozenset({32, 64, 128, 256})
 
 
 class Weight(Protocol):
-    """y = x @ W.T + bias: x [T, K] to [T, N], both of the weight's dtype."""
+    """y = x W + bias: x [T, K] of any float dtype to y [T, N] of the dtype in which the weight multiplied."""
 
     @property
     def nbytes(self) -> int: ...
@@ -39,22 +39,39 @@ class Norm:
 
 
 def pack_norm(weight: Tensor, eps: float, device: torch.device) -> Norm:
-    """The weight [D] or [H, D] as a float32 Norm."""
+    """The weight [D] or [H, D] as a Norm."""
     size = weight.shape[-1]
     return Norm((weight.float() * math.sqrt(size)).to(device), torch.tensor([math.sqrt(size * eps)], device=device))
 
 
 def pack(weight: Tensor, bias: Tensor | None, device: torch.device, dtype: torch.dtype) -> Weight:
-    """A float matrix [N, K] and its bias [N] as a Weight of `dtype` on `device`."""
+    """A float matrix [N, K] and its bias [N] as a Weight that multiplies in `dtype` on `device`."""
     weight = weight.to(device, dtype)
     bias = None if bias is None else bias.to(device, dtype)
-    if device.type != "cpu":
-        return Plain(weight, bias)
-    if dtype == torch.float16:
+    if device.type == "cpu" and dtype == torch.float16:
         return Half(weight, bias)
-    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return Blocked(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()), bias, weight.nbytes)
+    if device.type == "cpu" and can_block(dtype):
+        return Blocked(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()), bias, dtype, weight.nbytes)
     return Plain(weight, bias)
+
+
+def can_block(dtype: torch.dtype) -> bool:
+    """Whether this CPU and this build of torch have oneDNN for `dtype` (bfloat16 needs AVX-512 or its like)."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def pack_nibbles(codes: Tensor, zeros: Tensor, scales: Tensor, order: Tensor | None, bias: Tensor | None) -> Weight:
+    """W[k, n] = (codes[k, n] - zeros[g, n]) * scales[g, n], g = k // group size, packed for the CPU.
+
+    codes uint8 [K, N] below 16, rows sorted by group, N a multiple of 16; zeros and scales float [G, N], the group size
+    K / G in NIBBLE_GROUPS. `order` [K] is the row of W that each row of codes is, None where they lie in order.
+    """
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.T.int().contiguous(), 1)
+    pairs = torch.stack((scales, (8 - zeros) * scales), -1).bfloat16()
+    group_size = codes.shape[0] // scales.shape[0]
+    return Nibbles(packed, pairs, group_size, order, None if bias is None else bias.bfloat16())
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +86,7 @@ class Plain:
         return self.weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +108,9 @@ class Half:
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] <= FEW_ROWS:
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(x.half(), self.weight, self.bias)
         bias = None if self.bias is None else self.bias.float()
-        return F.linear(x.float(), self.weight.float(), bias).half()
+        return F.linear(x.float(), self.weight.float(), bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +119,33 @@ class Blocked:
 
     weight: Tensor
     bias: Tensor | None
+    dtype: torch.dtype
     nbytes: int
 
     def __call__(self, x: Tensor) -> Tensor:
+        x = x.to(self.dtype)
         y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
         return y
+
+
+@dataclass(frozen=True, slots=True)
+class Nibbles:
+    """4-bit codes as torch packs them for the CPU, with (scale, zero) per group and column, bfloat16 [G, N, 2].
+
+    torch computes (code - 8) * scale + zero and multiplies in bfloat16. With a float32 x the op is 20 times as slow.
+    """
+
+    codes: Tensor
+    scales_and_zeros: Tensor
+    group_size: int
+    order: Tensor | None
+    bias: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales_and_zeros.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.bfloat16() if self.order is None else x.bfloat16()[:, self.order]
+        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.codes, self.group_size, self.scales_and_zeros)
+        return y if self.bias is None else y.add_(self.bias)

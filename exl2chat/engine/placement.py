@@ -1,0 +1,65 @@
+"""Where a model runs and in what arithmetic, and whether it fits there: decided before anything is loaded."""
+
+from pathlib import Path
+
+import torch
+
+from exl2chat.engine.cache import cache_bytes
+from exl2chat.errors import ModelError
+from exl2chat.model.checkpoint import Checkpoint
+
+MEMINFO = Path("/proc/meminfo")
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of `--device`: "auto" is the GPU where there is one. ModelError for "cuda" without one."""
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        built = "torch sees no NVIDIA GPU" if torch.version.cuda else "this torch is built without CUDA"
+        raise ModelError(f"--device cuda: {built}", "use --device cpu, or install a CUDA build of torch and its driver")
+    return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
+
+
+def choose_dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype of `--dtype`.
+
+    "auto" is float16: it holds every EXL2 and GPTQ weight exactly and is the fastest on the CPU too. 4-bit GPTQ on the
+    CPU is bfloat16, in which torch multiplies the 4-bit codes themselves: 1.9 times as fast, for 0.05 to 0.4 % of
+    perplexity (benchmarks/NOTES.md).
+    """
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    linears = [linear for layer in checkpoint.layers for linear in layer.linears]
+    is_gptq4 = all(linear.kind == "gptq" and linear.bits == 4 for linear in linears)
+    return torch.bfloat16 if device.type == "cpu" and is_gptq4 else torch.float16
+
+
+def check_memory(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, context: int) -> None:
+    """ModelError with the sum where the weights and a cache for `context` tokens exceed the free memory."""
+    weights = weight_bytes(checkpoint, dtype)
+    cache = cache_bytes(checkpoint.config, context, device, dtype)
+    free = free_bytes(device)
+    if free is not None and weights + cache > free:
+        raise ModelError(
+            f"{checkpoint.folder.path}: {weights / 2**30:.1f} GiB of weights and {cache / 2**30:.1f} GiB of cache for "
+            f"{context} tokens do not fit {free / 2**30:.1f} GiB of free memory",
+            "choose a smaller model or a smaller --ctx",
+        )
+
+
+def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """Bytes of the weights once loaded, with a work copy in float32 of the largest matrix of a layer."""
+    layers = [linear.in_features * linear.out_features for layer in checkpoint.layers for linear in layer.linears]
+    head = checkpoint.head.in_features * checkpoint.head.out_features
+    return (sum(layers) + head) * dtype.itemsize + checkpoint.embedding.nbytes + 4 * max(layers)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that can be had on `device`; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        fields = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        return None
