@@ -1,6 +1,7 @@
 """The lines around the chat: title, progress of a load, status, keys. Each shows a record and knows nothing else."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
@@ -11,6 +12,7 @@ from textual.widget import Widget
 from exl2chat.chat.events import LoadProgress, Phase
 from exl2chat.safetext import scrub_line
 
+SEPARATOR = "  ·  "
 BAR_CELLS = 20
 UNITS = ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "kB"))
 PHASES = {
@@ -27,13 +29,11 @@ class Status:
     """What the status line says. Tokens; seconds; 0 where unknown."""
 
     phase: Phase = "down"
-    model: str = ""
     used: int = 0
     context: int = 0
     tokens_per_second: float = 0.0
     first_token_s: float = 0.0
     queued: int = 0
-    notice: str = ""
 
 
 class Line(Widget):
@@ -58,16 +58,16 @@ class StatusBar(Line):
     status = reactive(Status())
 
     def render(self) -> Text:
-        return Text("  ·  ".join(status_words(self.status, self.size.width)), no_wrap=True, overflow="ellipsis")
+        return Text(joined(status_words(self.status), self.size.width), no_wrap=True, overflow="ellipsis")
 
 
 class HintBar(Line):
-    """Keys, or for two seconds what a key would do if pressed again."""
+    """What keys do, the more important ones first."""
 
-    hint = reactive("")
+    hints: reactive[tuple[str, ...]] = reactive(())
 
     def render(self) -> Text:
-        return Text(self.hint, no_wrap=True, overflow="ellipsis")
+        return Text(joined(self.hints, self.size.width), no_wrap=True, overflow="ellipsis")
 
 
 class LoadBar(Line):
@@ -101,8 +101,16 @@ def spread(left: Text, right: Text, width: int) -> Text:
     return Text.assemble(left, " " * max(1, width - left.cell_len - right.cell_len), right, no_wrap=True)
 
 
-def status_words(status: Status, width: int) -> list[str]:
-    """The parts of the status line, the less important ones left out when they do not fit in `width` cells."""
+def joined(words: Sequence[str], width: int) -> str:
+    """As many of the words, from the first, as fit in `width` cells; at least one."""
+    count = len(words)
+    while count > 1 and cell_len(SEPARATOR.join(words[:count])) > width:
+        count -= 1
+    return SEPARATOR.join(words[:count])
+
+
+def status_words(status: Status) -> list[str]:
+    """The parts of the status line, the more important ones first."""
     words = [PHASES[status.phase]]
     if status.queued:
         words.append(f"{status.queued} queued")
@@ -113,10 +121,6 @@ def status_words(status: Status, width: int) -> list[str]:
         words.append(f"{status.tokens_per_second:.1f} tok/s")
     if status.first_token_s:
         words.append(f"first token {status.first_token_s:.2f} s")
-    if status.model:
-        words.insert(1, scrub_line(status.model))
-    while len(words) > 1 and cell_len("  ·  ".join(words)) > width:
-        words.pop()
     return words
 
 

@@ -2,12 +2,12 @@
 
 Only the cutting is done here; what is inside a block is parsed by markdown-it when it is rendered. Decisions depend on
 the text alone and never on how it was chunked, so feeding pieces and feeding the whole give the same blocks. A block
-stays small whatever the model writes: a paragraph longer than `PIECE` characters, a fence of more than `CODE_LINES` lines
-and a table of more than `TABLE_ROWS` rows go on in further blocks that are `joined` to the one before. This bounds the
-work of a frame: the open block is all that is rendered again.
+stays small whatever the model writes: a paragraph longer than `PIECE` characters, a fence of more than
+`CODE_LINES` lines and a table of more than `TABLE_ROWS` rows go on in further blocks that are `joined` to the one
+before. This bounds the work of a frame: the open block is all that is rendered again.
 
-Of CommonMark this leaves out setext headings (a line of dashes is a rule), link reference definitions and raw HTML (both
-are shown as they are written).
+Of CommonMark this leaves out setext headings (a line of dashes is a rule), link reference definitions and raw HTML
+(both are shown as they are written).
 """
 
 import re
@@ -39,8 +39,8 @@ class Block:
     """One block of Markdown source.
 
     `text` is the inline source (paragraph, heading, item), the code, or the table's lines from its header on. `info` is
-    the heading's level, the item's marker or the fence's language. `indent` is in columns, `quote` in levels. `gap` asks
-    for an empty line above; `joined` says that the block before is the beginning of the same thing.
+    the heading's level, the item's marker or the fence's language. `indent` is in columns, `quote` in levels. `gap`
+    asks for an empty line above; `joined` says that the block before is the beginning of the same thing.
     """
 
     kind: Kind

@@ -1,14 +1,15 @@
 """Messages as entries of the transcript: names, numbers and remarks in words."""
 
+from collections.abc import Mapping
 from datetime import datetime
 
 from exl2chat.chat.events import Message
 from exl2chat.chat.tree import Tree
 from exl2chat.link.protocol import Stats
 from exl2chat.safetext import scrub_line
-from exl2chat.ui.section import Entry
+from exl2chat.ui.section import Entry, Level
 
-REMARKS = {
+REMARKS: Mapping[str, tuple[str, Level]] = {
     "stopped": ("■ stopped · /continue goes on, /retry starts over", "muted"),
     "max_tokens": ("… the token limit was reached · /continue goes on", "warning"),
     "context": ("… the context is full · /new starts afresh", "warning"),

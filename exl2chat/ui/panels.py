@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rich.text import Text
 from textual import on
@@ -21,7 +22,7 @@ from exl2chat.ui.transcript import Transcript
 class Page(ModalScreen[None]):
     """Markdown to read."""
 
-    BINDINGS = [
+    BINDINGS: ClassVar = [
         Binding("escape,q,f1,enter", "dismiss", "close"),
         Binding("up,k", "move(-1)", show=False),
         Binding("down,j", "move(1)", show=False),
@@ -75,7 +76,7 @@ class Choice:
 class Picker(ModalScreen[str | None]):
     """A list filtered by what is typed. Returns the id of the chosen line, None on escape."""
 
-    BINDINGS = [
+    BINDINGS: ClassVar = [
         Binding("escape", "dismiss", "close"),
         Binding("up", "step(-1)", show=False, priority=True),
         Binding("down", "step(1)", show=False, priority=True),
@@ -115,17 +116,17 @@ class Picker(ModalScreen[str | None]):
         self._filter(event.value)
 
     @on(Input.Submitted)
-    def _on_enter(self) -> None:
+    def _on_chosen(self) -> None:
         row = self.query_one(OptionList).highlighted
         if row is not None:
             self.dismiss(self._shown[row].id)
 
     @on(OptionList.OptionSelected)
-    def _on_click(self, event: OptionList.OptionSelected) -> None:
+    def _on_option_chosen(self, event: OptionList.OptionSelected) -> None:
         self.dismiss(self._shown[event.option_index].id)
 
     @on(OptionList.OptionHighlighted)
-    def _on_highlight(self, event: OptionList.OptionHighlighted) -> None:
+    def _on_option_marked(self, event: OptionList.OptionHighlighted) -> None:
         if self._preview:
             self._preview(self._shown[event.option_index].id)
 

@@ -1,7 +1,7 @@
 """Where the user types: several lines, history, completion, pastes of any size."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from textual import events
 from textual.binding import Binding
@@ -26,7 +26,7 @@ class Recall(Protocol):
 class Prompt(TextArea):
     """Posts what the user sends. A long paste shows as a token in double brackets and is put back when it is sent."""
 
-    BINDINGS = [
+    BINDINGS: ClassVar = [
         Binding("pageup", "app.page(-1)", show=False),
         Binding("pagedown", "app.page(1)", show=False),
         Binding("ctrl+home", "app.home", show=False),
@@ -80,16 +80,14 @@ class Prompt(TextArea):
             self._enter()
         elif key in NEWLINE_KEYS:
             self.insert("\n")
-        elif key == "up" and self.get_cursor_line_start_location() and self._on_first_row:
+        elif key == "up" and self._on_first_row:
             self._recall(1)
         elif key == "down" and self._on_last_row:
             self._recall(-1)
         elif key == "end" and self.cursor_at_end_of_line:
             self.app.action_follow()  # type: ignore[attr-defined]
-        elif key == "tab":
-            return True
         else:
-            return False
+            return key == "tab"
         return True
 
     def _complete(self, key: str) -> bool:

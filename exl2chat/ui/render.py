@@ -1,7 +1,7 @@
 """A block of Markdown as rows of the screen. Pure: the same block, width, look and carry give the same rows.
 
-Inline Markdown is parsed by markdown-it, code by Pygments; here is only layout. Nothing becomes a terminal hyperlink: an
-address is shown as text, because what is shown may come from a model.
+Inline Markdown is parsed by markdown-it, code by Pygments; here is only layout. Nothing becomes a terminal hyperlink:
+an address is shown as text, because what is shown may come from a model.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -70,7 +70,7 @@ class Renderer:
         elif block.kind == "table":
             lines, handed_on = self._table(block, inner, carry if isinstance(carry, tuple) else ())
         elif block.kind == "rule":
-            lines = [Text("─" * inner, self.look.quote)]
+            lines = [_ink("─" * inner, self.look.quote)]
         else:
             lines = self._prose(block, inner, carry if isinstance(carry, Text) else None)
             if goes_on and len(lines) > 1:
@@ -92,7 +92,7 @@ class Renderer:
 
     def note(self, text: str, style: Style, width: int) -> list[Row]:
         """A remark of the program's own under a message."""
-        lines = Text(text, style).wrap(self._console, max(NARROWEST, width))
+        lines = _ink(text, style).wrap(self._console, max(NARROWEST, width))
         return [Row(self._strip(Text(), line, width, self.look.text)) for line in lines]
 
     def blank(self, width: int) -> Row:
@@ -101,12 +101,12 @@ class Renderer:
 
     def _prefixes(self, block: Block) -> tuple[Text, Text]:
         """What stands left of the first row and of the others: quotation bars, indentation, the item's marker."""
-        bars = Text("▌ " * block.quote, self.look.quote)
+        bars = _ink("▌ " * block.quote, self.look.quote)
         bars.append(" " * min(block.indent, 24))
         if block.kind != "item":
             return bars, bars
         bullet = "•" if block.info in "-*+" else block.info
-        return bars + Text(f" {bullet} ", self.look.marker), bars + Text(" " * (len(bullet) + 2))
+        return bars + _ink(f" {bullet} ", self.look.marker), bars + Text(" " * (len(bullet) + 2))
 
     def _strip(self, prefix: Text, line: Text, width: int, style: Style) -> Strip:
         base = self.look.text
@@ -126,7 +126,7 @@ class Renderer:
         if carry is not None:
             text = carry + text
         if block.kind == "item" and text.plain[:4] in _TASKS:
-            text = Text(_TASKS[text.plain[:4]], self.look.marker) + text[4:]
+            text = _ink(_TASKS[text.plain[:4]], self.look.marker) + text[4:]
         text.expand_tabs(4)
         return list(text.wrap(self._console, width)) or [Text()]
 
@@ -163,7 +163,7 @@ class Renderer:
 
     def _code(self, block: Block, width: int) -> list[Text]:
         """Highlighted lines, folded at `width`; the fence's language on a line above."""
-        lines = [] if block.joined or not block.info else [Text(block.info, self.look.muted)]
+        lines: list[Text] = [] if block.joined or not block.info else [_ink(block.info, self.look.muted)]
         for line in self._highlight(block).split("\n", allow_blank=True):
             line.expand_tabs(4)
             lines += [line] if line.cell_len <= width else line.wrap(self._console, width, overflow="fold")
@@ -186,12 +186,12 @@ class Renderer:
         columns = len(rows[0])
         widths = widths or fit([max(row[i].cell_len for row in rows) for i in range(columns)], width)
         header, *body = rows
-        lines = []
+        lines: list[Text] = []
         if not block.joined:
             for cell in header:
                 cell.stylize(self.look.heading)
             lines += self._table_row(header, widths)
-            lines.append(Text("  ".join("─" * w for w in widths), self.look.quote))
+            lines.append(_ink("  ".join("─" * w for w in widths), self.look.quote))
         for row in body:
             lines += self._table_row(row, widths)
         return lines, widths
@@ -237,6 +237,11 @@ def fit(wanted: Sequence[int], width: int) -> tuple[int, ...]:
         target = max(second, widest - -(-(sum(widths) - room) // many), 1)
         widths = [target if w == widest else w for w in widths]
     return tuple(widths)
+
+
+def _ink(text: str, style: Style) -> Text:
+    """Text in one style. As a span, because `Text.render` leaves the text's own style out."""
+    return Text.assemble((text, style))
 
 
 @lru_cache(maxsize=64)

@@ -8,6 +8,8 @@ from exl2chat.safetext import Scrubber, scrub
 from exl2chat.ui.blocks import Block, Splitter, split, split_plain
 from exl2chat.ui.render import Carry, Rendered, Renderer, Row
 
+Level = Literal["muted", "warning", "error"]
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -18,7 +20,7 @@ class Entry:
     name: str
     note: str = ""
     remark: str = ""
-    level: Literal["muted", "warning", "error"] = "muted"
+    level: Level = "muted"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ rows that did not change are not painted again. The view follows the end until t
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
-from textual import events
 from textual.geometry import Region, Size
 from textual.reactive import var
 from textual.scroll_view import ScrollView
@@ -104,7 +104,7 @@ class Transcript(ScrollView, can_focus=False):
 
     def page(self, pages: int) -> None:
         """Move by whole views, less one row of overlap."""
-        self._move(pages * max(1, self.size.height - 1))
+        self.move(pages * max(1, self.scrollable_content_region.height - 1))
 
     def home(self) -> None:
         """Go to the first row."""
@@ -122,19 +122,17 @@ class Transcript(ScrollView, can_focus=False):
         if self._syncing or not rows:
             return
         if abs(rows) < FAR:
-            self._move(rows)
+            self.move(rows)
         else:
             self._leave_end()
             self.document.seek(round(new_value))
             self._sync()
 
-    def on_resize(self, event: events.Resize) -> None:
-        width = min(WIDEST, event.size.width)
-        if width and width != self.document.width:
-            self.document.resize(width)
+    def on_resize(self) -> None:
         self._sync()
 
-    def _move(self, rows: int) -> None:
+    def move(self, rows: int) -> None:
+        """Move the view by so many rows."""
         if rows < 0:
             self._leave_end()
         self.document.move(rows)
@@ -151,9 +149,11 @@ class Transcript(ScrollView, can_focus=False):
 
     def _sync(self) -> None:
         """Bring view, scroll bar and indicator in line with the document; repaint the rows that changed."""
-        height = self.size.height
-        if not height:
+        width, height = self.scrollable_content_region.size
+        if not width or not height:
             return
+        if min(WIDEST, width) != self.document.width:
+            self.document.resize(min(WIDEST, width))
         view = [] if self.following else self.document.rows(height)
         if len(view) < height:
             self.document.to_end(height)
@@ -170,12 +170,12 @@ class Transcript(ScrollView, can_focus=False):
         self.scroll_y = self.scroll_target_y = self.document.y
         self._syncing = False
         if changed:
-            self.refresh(Region(0, changed[0], self.size.width, changed[-1] - changed[0] + 1))
+            self.refresh(Region(0, changed[0], width, changed[-1] - changed[0] + 1))
 
     # Drawing and copying
 
     def render_line(self, y: int) -> Strip:
-        width = self.size.width
+        width, height = self.scrollable_content_region.size
         base = self.document.renderer.look.text
         if y >= len(self._view):
             return Strip.blank(width, base)
@@ -186,7 +186,7 @@ class Transcript(ScrollView, can_focus=False):
             start, end = span
             strip = _highlighted(strip, start, end, self.screen.get_component_rich_style("screen--selection"))
         strip = strip.adjust_cell_length(width, base)
-        if self._below > 0 and y == self.size.height - 1:
+        if self._below > 0 and y == height - 1:
             strip = self._with_indicator(strip)
         return strip.apply_offsets(0, line)
 
@@ -226,7 +226,7 @@ def _highlighted(strip: Strip, start: int, end: int, style: Style) -> Strip:
     stop = len(strip.text.rstrip()) if end < 0 else end
     for text, own, _ in strip:
         cuts = sorted({0, len(text), *(min(max(at - done, 0), len(text)) for at in (start, stop))})
-        for left, right in zip(cuts, cuts[1:], strict=False):
+        for left, right in pairwise(cuts):
             inside = start <= done + left < stop
             segments.append(Segment(text[left:right], (own or Style()) + style if inside else own))
         done += len(text)
