@@ -1,6 +1,6 @@
 """What the commands do. Each takes the controller and the text after the command's name."""
 
-import shlex
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from exl2chat.chat.events import (
     ShowPage,
 )
 from exl2chat.chat.export import FORMATS, write_export
+from exl2chat.chat.grammar import literal
 from exl2chat.chat.session import Session, find_session, slug
 from exl2chat.errors import SessionError, UsageError
 from exl2chat.safetext import scrub_line
@@ -40,7 +41,7 @@ async def go_on(controller: "Controller", _: str) -> None:
 async def edit(controller: "Controller", argument: str) -> None:
     """Put a message into the prompt; what is sent then becomes its sibling."""
     message = chosen(controller.path, argument, "user")
-    controller.emit(FillPrompt(message.text, message.id))
+    controller.emit(FillPrompt(literal(message.text), message.id))
 
 
 async def undo(controller: "Controller", argument: str) -> None:
@@ -110,6 +111,7 @@ async def open_session(controller: "Controller", argument: str) -> None:
 async def rename(controller: "Controller", argument: str) -> None:
     if not argument:
         raise UsageError("/rename: which title?", "/rename quantum cats")
+    controller.require_writable()
     controller.session.rename(" ".join(argument.split()))
     controller.emit(SessionChanged())
 
@@ -122,8 +124,7 @@ async def fork(controller: "Controller", _: str) -> None:
 async def delete(controller: "Controller", _: str) -> None:
     """Move the file to the trash beside it and start a new session."""
     session = controller.session
-    if session.read_only:
-        raise SessionError("this session is read-only", "delete it where it is open")
+    controller.require_writable()
     where = session.discard()
     await controller.change_session(Session(session.folder))
     controller.emit(Notice(f"moved to {scrub_line(str(where))}" if where else "forgotten"))
@@ -131,12 +132,9 @@ async def delete(controller: "Controller", _: str) -> None:
 
 async def export(controller: "Controller", argument: str) -> None:
     """Write the path on show to a file: the format is a word, or the ending of the file's name."""
-    try:
-        words = shlex.split(argument)
-    except ValueError as fault:
-        raise UsageError(f"/export: {fault}", "put a path with spaces in quotes") from None
-    form = words.pop(0) if words and words[0] in FORMATS else ""
-    path = Path(words[0]).expanduser() if words else None
+    first, _, rest = argument.partition(" ")
+    form, name = (first, rest.strip()) if first in FORMATS else ("", argument)
+    path = Path(os.path.expanduser(name)) if name else None
     form = form or (path.suffix[1:] if path and path.suffix[1:] in FORMATS else "md")
     session = controller.session
     path = path or Path(f"{slug(session.title) or session.id}.{form}")
@@ -158,7 +156,8 @@ async def system(controller: "Controller", argument: str) -> None:
         return
     value = "" if argument == "off" else argument
     await controller.change_settings(controller.settings.with_value("/set", "system", value))
-    controller.emit(Notice("no system prompt is sent" if argument == "off" else "system prompt changed"))
+    off = "no system prompt is sent; the template may have its own"
+    controller.emit(Notice("system prompt changed" if value else off))
 
 
 async def set_value(controller: "Controller", argument: str) -> None:

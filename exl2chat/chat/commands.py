@@ -1,11 +1,9 @@
 """The one table of actions: slash commands, completion, help pages and key bindings come from it.
 
-A line is a command if it matches `^/[a-z]+(\\s|$)`, so `/home/me/x` is a message. A second slash or a leading space
-makes a message of what would be a command. A word the table does not have is reported with its nearest neighbour;
-`parse` returns it as `Unknown`, which nothing ever sends to a model.
+A word the table does not have is reported with its nearest neighbour: `parse` returns it as `Unknown`, which nothing
+ever sends to a model.
 """
 
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from exl2chat.chat import actions
 from exl2chat.chat.events import ShowPage
+from exl2chat.chat.grammar import COMMAND, ESCAPED
 from exl2chat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
 
 When = Literal["always", "idle", "message", "reply"]
 Completes = Literal["nothing", "command", "setting", "model", "session", "theme", "export", "branch"]
-
-_COMMAND = re.compile(r"/([a-z]+)(?:\s+|$)")
-_ESCAPED = re.compile(r"[/ ](?=/[a-z]+(?:\s|$))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +95,9 @@ BY_NAME: Mapping[str, Command] = {word: row for row in COMMANDS for word in (row
 
 def parse(line: str) -> Text | Invocation | Unknown:
     """What `line` asks for. Exactly one of the three: a command is never also a message."""
-    match = _COMMAND.match(line)
+    match = COMMAND.match(line)
     if not match:
-        return Text(_ESCAPED.sub("", line, count=1) if _ESCAPED.match(line) else line)
+        return Text(line[1:] if ESCAPED.match(line) else line)
     command = BY_NAME.get(match[1])
     return Invocation(command, line[match.end() :].strip()) if command else Unknown(match[1])
 

@@ -1,7 +1,9 @@
 """What a half-typed command could become."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from exl2chat.chat.commands import BY_NAME, COMMANDS, Command, usage
 from exl2chat.chat.export import FORMATS
@@ -11,6 +13,7 @@ from exl2chat.settings import BY_NAME as SETTINGS
 from exl2chat.settings import OPTIONS
 
 LIMIT = 50
+Words = Iterable[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,59 +37,76 @@ def complete(line: str, names: Names, paths: Paths) -> list[Completion]:
     """The completions of `line`, the text before the cursor; none when it is not the beginning of a command."""
     if not line.startswith("/") or "\n" in line:
         return []
-    word, space, typed = line.partition(" ")
+    name, space, typed = line[1:].partition(" ")
     if not space:
-        return _matching(word[1:], "/", ((row.name, usage(row), row.summary) for row in COMMANDS), end=" ")
-    command = BY_NAME.get(word[1:])
+        rows = {row.name: row for row in COMMANDS}
+        found = _matching(name, "/", ((row.name, row.summary) for row in COMMANDS))
+        return [Completion(c.text + " ", usage(rows[c.display]), c.help) for c in found]
+    command = BY_NAME.get(name)
     if command is None:
         return []
-    before, _, last = typed.rpartition(" ")
-    kept = f"{word} {before} " if before else f"{word} "
+    first, space, second = typed.partition(" ")
     match command.completes:
-        case "setting" if before:
-            return _matching(last, kept, _values(before))
-        case "setting":
-            return _matching(last, kept, ((row.name, row.name, row.help) for row in OPTIONS), end=" ")
         case "session":
-            saved = list_sessions(paths)
-            return _matching(typed, f"{word} ", ((s.id, s.title, f"{s.messages} messages") for s in saved))
-        case "model" | "theme":
-            words = names.models if command.completes == "model" else names.themes
-            return _matching(typed, f"{word} ", ((name, name, "") for name in words))
-        case _ if not before:
-            return _matching(last, kept, _words(command))
+            return _sessions(typed, f"/{name} ", paths)
+        case "model":
+            return _matching(typed, f"/{name} ", ((word, "") for word in names.models))
+        case "theme":
+            return _matching(typed, f"/{name} ", ((word, "") for word in names.themes))
+        case "setting" if space:
+            return _matching(second, f"/{name} {first} ", _values(first))
+        case "export" if space:
+            return _files(second, f"/{name} {first} ")
+        case _ if not space:
+            return _matching(first, f"/{name} ", _words(command))
     return []
 
 
-def _words(command: Command) -> Iterable[tuple[str, str, str]]:
+def _words(command: Command) -> Words:
     """The fixed words that may come first after `command`, with help."""
     match command.completes:
         case "command":
-            return ((row.name, row.name, row.summary) for row in COMMANDS)
+            return ((row.name, row.summary) for row in COMMANDS)
+        case "setting":
+            return ((row.name, row.help) for row in OPTIONS)
         case "branch":
-            return (("next", "next", "the version after this one"), ("prev", "prev", "the version before this one"))
+            return (("next", "the version after this one"), ("prev", "the version before this one"))
         case "export":
-            return ((name, name, build.__doc__ or "") for name, build in FORMATS.items())
+            return ((name, form.help) for name, form in FORMATS.items())
     return ()
 
 
-def _values(name: str) -> Iterable[tuple[str, str, str]]:
+def _values(name: str) -> Words:
     """What the setting `name` may be set to, where that is a list."""
-    row = SETTINGS.get(name.strip().replace("-", "_"))
+    row = SETTINGS.get(name.replace("-", "_"))
     if row is None:
         return ()
     words = ("on", "off") if row.kind is bool else row.choices
-    return (*((word, word, "") for word in words), ("default", "default", "take back what /set said"))
+    return (*((word, "") for word in words), ("default", "take back what /set said"))
 
 
-def _matching(typed: str, kept: str, candidates: Iterable[tuple[str, str, str]], end: str = "") -> list[Completion]:
-    """Candidates (word, display, help) whose word or display begins with, else contains, what is typed."""
+def _sessions(typed: str, kept: str, paths: Paths) -> list[Completion]:
+    """Saved sessions with `typed` in their title."""
     needle = typed.casefold()
-    first, later = [], []
-    for word, display, help in candidates:
-        shown = display.casefold()
-        if word.casefold().startswith(needle) or shown.startswith(needle):
-            first.append(Completion(kept + word + end, display, help))
-        elif needle in shown:
-            later.append(Completion(kept + word + end, display, help))
-    return (first + later)[:LIMIT]
+    saved = (each for each in list_sessions(paths) if needle in each.title.casefold() or each.id.startswith(needle))
+    return [
+        Completion(kept + each.id, each.title, f"{each.messages} message{'s' * (each.messages != 1)}") for each in saved
+    ][:LIMIT]
+
+
+def _files(typed: str, kept: str) -> list[Completion]:
+    """Files and folders whose path begins with `typed`."""
+    folder, slash, name = typed.rpartition("/")
+    try:
+        found = sorted(Path(os.path.expanduser(folder + slash or ".")).iterdir())
+    except (OSError, ValueError):
+        return []
+    shown = (entry.name + "/" * entry.is_dir() for entry in found if entry.name.startswith(name))
+    return [Completion(kept + folder + slash + each, each) for each in shown][:LIMIT]
+
+
+def _matching(typed: str, kept: str, words: Words) -> list[Completion]:
+    """The words that begin with what is typed, then those that contain it; upper and lower case are one."""
+    needle = typed.casefold()
+    found = [Completion(kept + word, word, help) for word, help in words if needle in word.casefold()]
+    return sorted(found, key=lambda each: not each.display.casefold().startswith(needle))[:LIMIT]

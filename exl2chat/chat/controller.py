@@ -36,22 +36,7 @@ from exl2chat.chat.recall import chosen_values, with_session
 from exl2chat.chat.reply import Reply, request
 from exl2chat.chat.session import Session, new_id, now
 from exl2chat.errors import ChatError, SessionError, UsageError, error_for
-from exl2chat.link.protocol import (
-    Chunk,
-    Died,
-    Engine,
-    Event,
-    Failed,
-    Finished,
-    Load,
-    Loading,
-    ModelInfo,
-    Prefill,
-    Ready,
-    Stats,
-    Stop,
-    StopReason,
-)
+from exl2chat.link import protocol as wire
 from exl2chat.paths import Paths
 from exl2chat.settings import OPTIONS, Settings
 
@@ -74,21 +59,21 @@ class Controller:
     """
 
     def __init__(
-        self, engine: Engine, settings: Settings, paths: Paths, session: Session, names: Names | None = None
+        self, engine: wire.Engine, settings: Settings, paths: Paths, session: Session, names: Names | None = None
     ) -> None:
         self.paths = paths
         self.session = session
         self.settings = with_session(settings, session)
         self.names = names or Names()
-        self.model: ModelInfo | None = None
+        self.model: wire.ModelInfo | None = None
         self.phase: Phase = "down"
-        self.last_stats: Stats | None = None
+        self.last_stats: wire.Stats | None = None
         self._engine = engine
         self._listeners: list[Listener] = []
         self._queue: deque[Queued] = deque()
         self._reply: Reply | None = None
         self._loads = 0  # loads sent whose outcome is not known yet
-        self._wanted: Load | None = None
+        self._wanted: wire.Load | None = None
         self._pump: asyncio.Task[None] | None = None
         self._draft_timer: asyncio.TimerHandle | None = None
         self._fault: str | None = None
@@ -155,10 +140,13 @@ class Controller:
         action = commands.parse(text)
         if not isinstance(action, commands.Text):
             await self._obey(action)
-        elif self.session.read_only:
-            self.emit(FillPrompt(text, replaces))
-            self._report(SessionError("this session is read-only", "`/fork` goes on in a copy"))
         elif action.text.strip():
+            try:
+                self.require_writable()
+            except SessionError as fault:
+                self.emit(FillPrompt(text, replaces))
+                self._report(fault)
+                return
             await self.enqueue(text, replaces)
 
     async def run(self, line: str) -> None:
@@ -173,7 +161,7 @@ class Controller:
             entry = self._queue.pop()
             self.emit(FillPrompt(entry.line, entry.replaces))
         elif self._reply:
-            await self._engine.send(Stop(self._reply.id))
+            await self._engine.send(wire.Stop(self._reply.id))
 
     def complete(self, line: str, cursor: int) -> list[Completion]:
         """What the text before `cursor` could become."""
@@ -195,15 +183,23 @@ class Controller:
                 context = {"message": f"a listener failed on {type(event).__name__}", "exception": fault}
                 asyncio.get_running_loop().call_exception_handler(context)
 
+    def require_writable(self) -> None:
+        """SessionError when nothing can be added to the session."""
+        if self.session.read_only:
+            raise SessionError("this session is read-only", "`/fork` goes on in a copy")
+
     def add_message(self, message: Message) -> None:
         """Save `message` at the head and show it."""
-        beside = message.parent != self.session.tree.head
+        beside, title = message.parent != self.session.tree.head, self.session.title
         self.session.add(message)
         self._watch_disk()
         self.emit(PathChanged() if beside else MessageAdded(message))
+        if self.session.title != title:
+            self.emit(SessionChanged())
 
     async def reply_to(self, parent: str | None, start: str = "") -> None:
         """Ask for a reply to the message `parent` that begins with `start`. The model must be ready."""
+        self.require_writable()
         sampling = self.settings.sampling()
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(32))
@@ -261,8 +257,8 @@ class Controller:
     # Inside
 
     @staticmethod
-    def _load_request(values: Settings) -> Load:
-        return Load(values["model"], values["device"], values["dtype"], values["context"])
+    def _load_request(values: Settings) -> wire.Load:
+        return wire.Load(values["model"], values["device"], values["dtype"], values["context"])
 
     async def _send_queued(self) -> None:
         """Send what is queued as long as the model is free."""
@@ -300,17 +296,17 @@ class Controller:
                 context = {"message": f"handling {type(event).__name__} failed", "exception": fault}
                 asyncio.get_running_loop().call_exception_handler(context)
 
-    async def _handle(self, event: Event) -> None:
+    async def _handle(self, event: wire.Event) -> None:
         match event:
-            case Loading(stage, done, total, unit):
+            case wire.Loading(stage, done, total, unit):
                 self.emit(LoadProgress(stage, done, total, unit))
-            case Ready():
+            case wire.Ready():
                 self._take_model(event)
-            case Died(detail):
+            case wire.Died(detail):
                 self._end_reply("crash")
                 self._go_down(error_for(1, f"the engine died: {detail}", "the next message starts it again"))
                 self._loads = 0
-            case Failed(id="", message=message, remedy=remedy, status=status):
+            case wire.Failed(id="", message=message, remedy=remedy, status=status):
                 self._loads -= 1
                 if self._loads <= 0:
                     self._go_down(error_for(status, message, remedy))
@@ -318,7 +314,7 @@ class Controller:
                 self._handle_reply(event, self._reply)
         await self._send_queued()
 
-    def _take_model(self, event: Ready) -> None:
+    def _take_model(self, event: wire.Ready) -> None:
         self._loads -= 1
         if self._loads > 0:  # another load was asked for meanwhile
             return
@@ -332,21 +328,21 @@ class Controller:
             self._report(fault)
         self.emit(ModelReady(event.model, event.seconds))
 
-    def _handle_reply(self, event: Event, reply: Reply) -> None:
+    def _handle_reply(self, event: wire.Event, reply: Reply) -> None:
         match event:
-            case Prefill(id, done, total, cached):
+            case wire.Prefill(id, done, total, cached):
                 reply.begin(event)
                 self.emit(PrefillProgress(id, done, total, cached))
-            case Chunk(id, text, tokens):
+            case wire.Chunk(id, text, tokens):
                 self.phase = "streaming"
                 reply.take(text, tokens)
                 self._draft_soon()
                 self.emit(ReplyText(id, text, tokens))
-            case Finished(_, reason, stats):
+            case wire.Finished(_, reason, stats):
                 self.phase = "ready"
                 self.last_stats = stats
                 self._end_reply(reason, stats)
-            case Failed(_, message, remedy, status):
+            case wire.Failed(_, message, remedy, status):
                 self.phase = "ready"
                 self._end_reply("error")
                 self._report(error_for(status, message, remedy))
@@ -355,7 +351,7 @@ class Controller:
         self.model, self.phase = None, "down"
         self.emit(ModelDown(fault.message, fault.remedy, fault.status))
 
-    def _end_reply(self, stop: StopReason, stats: Stats | None = None) -> None:
+    def _end_reply(self, stop: wire.StopReason, stats: wire.Stats | None = None) -> None:
         """Save the reply on its way, or forget it when it brought nothing."""
         reply, self._reply = self._reply, None
         if self._draft_timer:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -36,16 +37,24 @@ def as_json(_: str, path: Sequence[Message], system: str | None) -> str:
     return msgspec.json.format(msgspec.json.encode({"messages": messages}), indent=2).decode() + "\n"
 
 
-FORMATS: Mapping[str, Callable[[str, Sequence[Message], str | None], str]] = {
-    "md": as_markdown,
-    "json": as_json,
-    "txt": as_text,
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A way to write a conversation down."""
+
+    help: str
+    build: Callable[[str, Sequence[Message], str | None], str]
+
+
+FORMATS: Mapping[str, Format] = {
+    "md": Format("Markdown", as_markdown),
+    "json": Format("messages as the OpenAI chat API takes them", as_json),
+    "txt": Format("plain text", as_text),
 }
 
 
 def write_export(path: Path, form: str, title: str, messages: Sequence[Message], system: str | None) -> None:
     """Write `messages` to the new private file `path`. UsageError if it exists, ChatError if it cannot be written."""
-    text = FORMATS[form](title, messages, system)
+    text = FORMATS[form].build(title, messages, system)
     try:
         handle = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         with open(handle, "w", encoding="utf-8", newline="") as file:
@@ -57,4 +66,4 @@ def write_export(path: Path, form: str, title: str, messages: Sequence[Message],
 
 
 def _speaker(message: Message) -> str:
-    return message.model or NAMES[message.role] if message.role == "assistant" else NAMES[message.role]
+    return message.model or NAMES[message.role]

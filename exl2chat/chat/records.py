@@ -95,16 +95,17 @@ class Log:
 
 def decode(line: bytes) -> Record | Header | None:
     """The record in `line`; None for a kind this version does not know. ValueError when the line is damaged."""
+    text = line.decode()  # msgspec does not look into fields it skips
     try:
-        record: Record = _decode_record(line)
+        record: Record = _decode_record(text)
         return record
-    except ValueError:  # msgspec's errors and UnicodeDecodeError
+    except ValueError:
         pass
     try:
-        if _decode_kind(line).k not in KINDS:
+        if _decode_kind(text).k not in KINDS:
             return None
     except ValueError:
-        header: Header = _decode_header(line)
+        header: Header = _decode_header(text)
         return header
     raise ValueError("a known kind with wrong fields")
 
@@ -130,7 +131,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self._header: Header | None = None
-        self._title = ""
+        self._title: str | None = None
         self._settings: dict[str, Value] = {}
         self._steps: list[Message | Head] = []
         self._drafts: dict[str, Draft] = {}
@@ -140,33 +141,34 @@ class _Reader:
         self._damaged = 0
 
     def take(self, line: bytes) -> None:
-        line = line.strip(b"\0\r\t ")  # a crash can leave a block of NULs before the next append
-        if not line:
-            return
+        """Take what the line says. A crash can leave a block of NULs in front of what was written next."""
+        sound = [self._take_piece(piece.strip()) for piece in line.split(b"\0")]
+        self._damaged += not all(sound)
+
+    def _take_piece(self, piece: bytes) -> bool:
+        """Whether the piece makes sense."""
+        if not piece:
+            return True
         try:
-            record = decode(line)
+            record = decode(piece)
         except ValueError:
-            self._damaged += 1
-            return
+            return False
         match record:
-            case Header():
-                self._take_header(record)
+            case Message():
+                return self._take_message(record)
+            case Head(id):
+                self._steps += [record] if id in self._known else []
+                return id in self._known
+            case Draft(id, _, text):
+                before = self._drafts.get(id)
+                self._drafts[id] = msgspec.structs.replace(before, text=before.text + text) if before else record
             case Set(values):
                 self._settings = values
             case Title(title):
                 self._title = title
-            case Draft():
-                before = self._drafts.get(record.id)
-                self._drafts[record.id] = (
-                    msgspec.structs.replace(before, text=before.text + record.text) if before else record
-                )
-            case Head(id):
-                if id in self._known:
-                    self._steps.append(record)
-                else:
-                    self._damaged += 1
-            case Message():
-                self._take_message(record)
+            case Header():
+                self._take_header(record)
+        return True
 
     def _take_header(self, header: Header) -> None:
         if header.version > VERSION:
@@ -174,14 +176,13 @@ class _Reader:
         if self._header is None:
             self._header = header
 
-    def _take_message(self, message: Message) -> None:
+    def _take_message(self, message: Message) -> bool:
         if message.id in self._known:
-            self._damaged += 1
-            return
-        parent = self._parent(message.parent)
-        self._steps.append(msgspec.structs.replace(message, parent=parent))
+            return False
+        self._steps.append(msgspec.structs.replace(message, parent=self._parent(message.parent)))
         self._known.add(message.id)
         self._last = message.id
+        return True
 
     def _parent(self, id: str | None) -> str | None:
         """`id`, or where its line is damaged the message before it: what followed stays on the path."""
@@ -193,6 +194,6 @@ class _Reader:
             for draft in self._drafts.values()
             if draft.id not in self._known
         )
-        title = self._title or (self._header.title if self._header else "")
+        title = (self._header.title if self._header else "") if self._title is None else self._title
         tree = Tree().replay(self._steps)
         return Log(self._header, title, tree, self._settings, drafts, self._damaged, torn, size, complete)

@@ -1,5 +1,6 @@
 """One conversation: its tree of messages, its title, what was set in it, and the file all that is kept in."""
 
+import os
 import re
 import secrets
 import unicodedata
@@ -181,7 +182,8 @@ class Session:
     def _mend(self, log: Log) -> Iterator[str]:
         """Turn what a crash left into messages; one line for each thing done."""
         if log.damaged:
-            yield f"{log.damaged} damaged lines of the session file were skipped; they stay in the file"
+            lines = "1 damaged line" if log.damaged == 1 else f"{log.damaged} damaged lines"
+            yield f"{lines} of the session file skipped; nothing of the file was removed"
         if self.read_only:
             yield "this session is open elsewhere: it is shown read-only, `/fork` goes on in a copy"
             return
@@ -207,7 +209,7 @@ def slug(title: str) -> str:
 def find_session(which: str, paths: Paths) -> Path:
     """The file of the session called `which`: "last", an id, a title in any case, or a path. SessionError if none."""
     if which != "last" and (which.endswith(SUFFIX) or "/" in which):
-        return Path(which).expanduser()
+        return Path(os.path.expanduser(which))
     saved = list_sessions(paths)
     for summary in saved:
         if which in ("last", summary.id) or which.casefold() == summary.title.casefold():

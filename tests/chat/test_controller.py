@@ -1,25 +1,395 @@
-"""The controller over a scripted engine."""
+"""The controller over a scripted engine: what it says, what it asks for, what it keeps."""
 
-from exl2chat.chat.events import MessageAdded, ModelReady, Notice, ReplyFinished, ReplyText
+import asyncio
+import errno
+
+import msgspec
+import pytest
+
+from exl2chat.chat.controller import Controller
+from exl2chat.chat.events import (
+    ChatEvent,
+    FillPrompt,
+    LoadProgress,
+    MessageAdded,
+    ModelDown,
+    ModelReady,
+    Notice,
+    PathChanged,
+    PrefillProgress,
+    ReplyFinished,
+    ReplyStarted,
+    ReplyText,
+    SessionChanged,
+)
 from exl2chat.chat.session import Session
-from exl2chat.link.scripted import Die, Fail, Hold, Read, Say, Script
+from exl2chat.link import scripted
+from exl2chat.link.protocol import Stop, Turn
+from exl2chat.link.scripted import Die, Fail, Finish, Hold, Progress, Read, Say, Script, ScriptedEngine
+from exl2chat.paths import Paths
+from exl2chat.settings import Settings
 
 from .conftest import Start
+from .faults import FailingDisk
 
 
 def replies(*texts: str) -> Script:
     return Script(replies=tuple((Read(total=7, cached=2), Say(text)) for text in texts))
 
 
+HELD = Script(replies=((Read(total=7), Say("one two"), Hold(), Say(" three")), (Say("next"),)))
+
+
 async def test_a_message_gets_a_reply(start: Start) -> None:
     chat = await (await start(replies("Hello there."))).ready()
     await chat.say("hi")
     assert chat.texts == ["hi", "Hello there."]
-    assert chat.last(ModelReady).model.name == "scripted"
-    assert chat.last(MessageAdded).message.text == "hi"
+    kinds = [type(event) for event in chat.events if not isinstance(event, LoadProgress | ReplyText)]
+    assert kinds == [ModelReady, MessageAdded, SessionChanged, ReplyStarted, PrefillProgress, ReplyFinished]
     assert "".join(event.text for event in chat.of(ReplyText)) == "Hello there."
     message = chat.last(ReplyFinished).message
-    assert message.stop == "eos"
+    assert (message.stop, message.model) == ("eos", "scripted")
     assert message.stats is not None
     assert message.stats.seed == chat.generated[0].sampling.seed
     assert chat.controller.context_used == 9
+    assert chat.controller.tokens_per_second == message.stats.tokens_per_second > 0
+
+
+async def test_each_reply_has_its_own_seed_unless_one_is_set(start: Start) -> None:
+    chat = await (await start(replies("a"))).ready()
+    await chat.say("1", "/retry", "/seed 7", "/retry", "/retry", "/seed random", "/retry")
+    seeds = [request.sampling.seed for request in chat.generated]
+    assert len(set(seeds)) == 4
+    assert seeds[2:4] == [7, 7]
+    assert None not in seeds
+
+
+async def test_what_the_model_reads(start: Start) -> None:
+    chat = await (await start(replies("a", "b"))).ready()
+    await chat.say("/system Be brief.", "one", "//two", " /three")
+    assert chat.generated[-1].turns == (
+        Turn("system", "Be brief."),
+        Turn("user", "one"),
+        Turn("assistant", "a"),
+        Turn("user", "/two"),
+        Turn("assistant", "b"),
+        Turn("user", "/three"),
+    )
+    await chat.say("/system off", "/set max_tokens 5", "/set temperature 0", "x")
+    request = chat.generated[-1]
+    assert request.turns[0].role == "user"
+    assert (request.max_tokens, request.sampling.temperature) == (5, 0.0)
+
+
+async def test_messages_typed_while_the_model_loads_are_sent_in_order(start: Start) -> None:
+    script = Script(load=(Progress("reading", 1, 2), Hold()), replies=((Say("a"),), (Say("b"),)))
+    chat = await start(script)
+    await chat.controller.submit("first")
+    await chat.controller.submit("second")
+    assert (chat.controller.queued, chat.controller.phase, chat.texts) == (("first", "second"), "loading", [])
+    chat.engine.release()
+    await chat.until(lambda: len(chat.of(ReplyFinished)) == 2)
+    assert chat.texts == ["first", "a", "second", "b"]
+    assert LoadProgress("reading", 1, 2, "") in chat.events
+
+
+async def test_messages_typed_while_a_reply_streams_wait_their_turn(start: Start) -> None:
+    chat = await (await start(HELD)).ready()
+    await chat.controller.submit("first")
+    await chat.controller.submit("second")
+    await chat.until(lambda: chat.controller.reply == (chat.last(ReplyStarted).id, "one two"))
+    assert (chat.controller.queued, chat.texts, chat.controller.phase) == (("second",), ["first"], "streaming")
+    chat.engine.release()
+    await chat.until(lambda: len(chat.of(ReplyFinished)) == 2)
+    assert chat.texts == ["first", "one two three", "second", "next"]
+
+
+async def test_stop_takes_back_what_is_queued_and_then_stops_keeping_the_text(start: Start) -> None:
+    chat = await (await start(HELD)).ready()
+    for line in ("first", "second", "third"):
+        await chat.controller.submit(line)
+    await chat.until(lambda: (chat.controller.reply or ("", ""))[1] == "one two")
+    await chat.controller.stop()
+    await chat.controller.stop()
+    assert [event.text for event in chat.of(FillPrompt)] == ["third", "second"]
+    await chat.controller.run("stop")
+    await chat.ready()
+    assert chat.texts == ["first", "one two"]
+    assert chat.last(ReplyFinished).message.stop == "stopped"
+    await chat.controller.stop()
+    assert len([request for request in chat.engine.requests if isinstance(request, Stop)]) == 1
+
+
+async def test_a_reply_stopped_before_its_first_word_leaves_no_message(start: Start) -> None:
+    chat = await (await start(Script(replies=((Read(total=5), Hold()), (Say("yes"),))))).ready()
+    await chat.controller.submit("hi")
+    await chat.until(lambda: bool(chat.of(PrefillProgress)))
+    assert chat.controller.phase == "prefill"
+    await chat.controller.stop()
+    await chat.ready()
+    assert (chat.texts, chat.of(ReplyFinished)) == (["hi"], [])
+    assert isinstance(chat.events[-1], PathChanged)
+    await chat.say("again")
+    assert chat.generated[-1].turns == (Turn("user", "hi\n\nagain"),)
+
+
+async def test_retry_makes_a_sibling_and_branch_goes_between_them(start: Start) -> None:
+    chat = await (await start(replies("a", "b", "c"))).ready()
+    await chat.say("hi", "/retry")
+    assert chat.texts == ["hi", "b"]
+    await chat.say("more", "/branch prev #2")
+    assert chat.texts == ["hi", "a"]
+    await chat.say("/branch")
+    assert chat.texts == ["hi", "b", "more", "c"]
+    await chat.say("/branch 1 #2", "/branch 7 #2")
+    assert chat.texts == ["hi", "a"]
+    assert "1 to 2" in chat.last(Notice).text
+    assert len(chat.controller.session.tree.messages) == 5
+
+
+async def test_retry_of_an_earlier_message(start: Start) -> None:
+    chat = await (await start(replies("a", "b", "c"))).ready()
+    await chat.say("1", "2", "/retry #2")
+    assert chat.texts == ["1", "c"]
+    assert chat.generated[-1].turns == (Turn("user", "1"),)
+
+
+async def test_the_path_on_show_ends_with_what_is_being_answered(start: Start) -> None:
+    chat = await (await start(Script(replies=((Say("a"),), (Say("b"), Hold()))))).ready()
+    await chat.say("hi")
+    await chat.controller.submit("/retry")
+    await chat.until(lambda: (chat.controller.reply or ("", ""))[1] == "b")
+    assert chat.texts == ["hi"]
+    refused = chat.controller.session.tree
+    for line in ("/undo", "/retry", "/new", "/edit", "/continue", "/set context 512", "/model other"):
+        await chat.controller.submit(line)
+        assert "stop" in chat.last(Notice).text
+    assert (chat.controller.session.tree, len(chat.loads)) == (refused, 1)
+
+
+async def test_edit_branches_and_loses_nothing(start: Start) -> None:
+    chat = await (await start(replies("a", "b"))).ready()
+    await chat.say("/unknown", "  wrong", "/edit")
+    prompt = chat.last(FillPrompt)
+    assert prompt.text == "  wrong"
+    await chat.controller.submit("right", replaces=prompt.replaces)
+    await chat.ready()
+    assert chat.texts == ["right", "b"]
+    await chat.say("/branch prev")
+    assert chat.texts == ["  wrong", "a"]
+
+
+async def test_an_edited_reply_is_saved_and_not_answered(start: Start) -> None:
+    chat = await (await start(replies("a"))).ready()
+    await chat.say("hi", "/edit #2")
+    await chat.controller.submit("A better one.", replaces=chat.last(FillPrompt).replaces)
+    assert chat.texts == ["hi", "A better one."]
+    assert len(chat.generated) == 1
+    await chat.say("/continue")
+    assert chat.generated[-1].turns[-1] == Turn("assistant", "A better one.")
+    assert chat.texts == ["hi", "A better one.a"]
+
+
+async def test_what_looks_like_a_command_is_edited_as_text(start: Start) -> None:
+    chat = await (await start(replies("a"))).ready()
+    await chat.say(" /help", "/edit")
+    await chat.controller.submit(chat.last(FillPrompt).text, replaces=chat.last(FillPrompt).replaces)
+    await chat.ready()
+    assert chat.texts == ["/help", "a"]
+
+
+async def test_undo_and_redo_move_the_head(start: Start) -> None:
+    chat = await (await start(replies("a", "b", "c"))).ready()
+    await chat.say("1", "2", "3", "/undo 2")
+    assert chat.texts == ["1", "a"]
+    await chat.say("/redo")
+    assert chat.texts == ["1", "a", "2", "b"]
+    await chat.say("/undo 9", "/undo")
+    assert chat.texts == []
+    assert "no message" in chat.last(Notice).text
+    await chat.say("/redo 9")
+    assert chat.texts == ["1", "a", "2", "b", "3", "c"]
+    await chat.say("/redo")
+    assert "nothing was undone" in chat.last(Notice).text
+
+
+async def test_continue_adds_to_the_reply(start: Start) -> None:
+    chat = await (await start(Script(replies=((Say("Once"), Finish("max_tokens")), (Say(" upon"),), ())))).ready()
+    await chat.say("tell", "/continue")
+    assert chat.texts == ["tell", "Once upon"]
+    assert chat.generated[-1].turns == (Turn("user", "tell"), Turn("assistant", "Once"))
+    assert chat.last(ReplyStarted).text == "Once"
+    await chat.say("/continue")
+    assert chat.texts == ["tell", "Once upon"]
+    assert len(chat.controller.session.tree.messages) == 3
+
+
+@pytest.mark.parametrize("said", [(), (Say("par tial"),)])
+async def test_an_engine_that_dies_costs_nothing_and_comes_back(
+    start: Start, paths: Paths, said: tuple[Say, ...]
+) -> None:
+    script = Script(replies=((*said, Die("killed by SIGKILL")), (Say("back"),)))
+    chat = await (await start(script, Session.create(paths))).ready()
+    await chat.controller.submit("hi")
+    await chat.until(lambda: chat.controller.phase == "down")
+    down = chat.last(ModelDown)
+    assert "SIGKILL" in down.message
+    assert chat.texts == ["hi", *(["par tial"] if said else [])]
+    assert [event.message.stop for event in chat.of(ReplyFinished)] == ["crash"] * len(said)
+    await chat.say("/retry")
+    assert chat.texts == ["hi", "back"]
+    assert len(chat.loads) == 2
+    saved = Session.open(chat.controller.session.id, paths)
+    assert saved.tree == chat.controller.session.tree
+
+
+async def test_a_message_after_a_death_starts_the_engine_again(start: Start) -> None:
+    chat = await (await start(Script(replies=((Die(),), (Say("back"),))))).ready()
+    await chat.controller.submit("hi")
+    await chat.until(lambda: chat.controller.phase == "down")
+    await chat.say("there")
+    assert chat.texts == ["hi", "there", "back"]
+
+
+async def test_a_model_that_cannot_be_loaded(start: Start) -> None:
+    chat = await start(Script(load=(Fail("config.json: no such field", "choose another", status=3),)))
+    await chat.until(lambda: chat.controller.phase == "down")
+    assert chat.last(ModelDown) == ModelDown("config.json: no such field", "choose another", 3)
+    await chat.controller.submit("hi")
+    await chat.until(lambda: len(chat.of(ModelDown)) == 2)
+    assert chat.controller.queued == ("hi",)
+    chat.engine.script = replies("a")
+    await chat.say("/model other")
+    assert (chat.texts, chat.loads[-1].model) == (["hi", "a"], "other")
+
+
+@pytest.mark.parametrize("said", [(), (Say("half"),)])
+async def test_a_reply_that_fails(start: Start, said: tuple[Say, ...]) -> None:
+    chat = await (await start(Script(replies=((*said, Fail("too long", "/undo", status=4)), (Say("fine"),))))).ready()
+    await chat.say("hi")
+    notice = chat.last(Notice)
+    assert (notice.text, notice.level, notice.status) == ("too long (/undo)", "error", 4)
+    assert chat.texts == ["hi", *(["half"] if said else [])]
+    await chat.say("/retry")
+    assert chat.texts == ["hi", "fine"]
+
+
+async def test_settings_that_concern_the_load_load_anew(start: Start) -> None:
+    chat = await (await start(replies("a"))).ready()
+    await chat.say("/model org/other", "/set context 512", "/set dtype float32", "/set top_k 3", "/set top_k 3")
+    assert [(load.model, load.context, load.dtype) for load in chat.loads] == [
+        ("smollm2", None, "auto"),
+        ("org/other", None, "auto"),
+        ("org/other", 512, "auto"),
+        ("org/other", 512, "float32"),
+    ]
+    assert chat.controller.model is not None
+    assert chat.controller.model.context == 512
+
+
+async def test_only_the_last_of_several_loads_counts(start: Start) -> None:
+    chat = await start(Script(load=(Hold(),), replies=((Say("a"),),)))
+    await chat.controller.submit("/set context 512")
+    await chat.controller.submit("hi")
+    chat.engine.release()
+    chat.engine.release()
+    await chat.until(lambda: bool(chat.of(ReplyFinished)))
+    assert [event.model.context for event in chat.of(ModelReady)] == [512]
+
+
+async def test_the_model_s_own_sampling_gives_way_to_what_is_set(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"temperature": 0.6, "top_k": 20, "nonsense": 1}
+    monkeypatch.setattr(scripted, "MODEL", msgspec.structs.replace(scripted.MODEL, sampling=own))
+    chat = await (await start(replies("a"), settings=Settings().with_layer("flag", {"top_k": 5}))).ready()
+    assert chat.controller.settings.lookup("temperature") == (0.6, "model")
+    assert chat.controller.settings.lookup("top_k") == (5, "flag")
+
+
+async def test_a_listener_that_fails_stops_nothing(start: Start) -> None:
+    chat = await start(replies("a"))
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: failures.append(context))
+    failures: list[dict[str, object]] = []
+
+    def fail(_: ChatEvent) -> None:
+        raise ZeroDivisionError
+
+    unsubscribe = chat.controller.subscribe(fail)
+    await chat.ready()
+    await chat.say("hi")
+    assert chat.texts == ["hi", "a"]
+    assert failures
+    unsubscribe()
+    failures.clear()
+    await chat.say("hi")
+    assert failures == []
+
+
+async def test_the_session_restores_what_was_set_in_it(start: Start, paths: Paths) -> None:
+    chat = await (await start(replies("a"), Session.create(paths))).ready()
+    await chat.say("/model org/other", "/system Be brief.", "/set temperature 0.25", "/theme dark", "hi")
+    id = chat.controller.session.id
+    await chat.say("/new", "/set temperature 1.5", "/system off", "/model smollm2", "hello", f"/open {id}")
+    settings = chat.controller.settings
+    assert (settings["model"], settings["system"]) == ("org/other", "Be brief.")
+    assert settings.lookup("temperature") == (0.25, "session")
+    assert settings["theme"] == "dark"
+    assert chat.loads[-1].model == "org/other"
+    assert chat.texts == ["hi", "a"]
+
+
+async def test_a_flag_wins_over_the_session(start: Start, paths: Paths) -> None:
+    session = Session.create(paths)
+    session.record_settings({"temperature": 0.25, "top_k": 9, "gone": 1, "top_p": "bad"})
+    flags = Settings().with_layer("flag", {"temperature": 1.0})
+    chat = await start(replies("a"), session, flags)
+    settings = chat.controller.settings
+    assert settings.lookup("temperature") == (1.0, "flag")
+    assert settings.lookup("top_k") == (9, "session")
+    assert settings.lookup("top_p")[1] == "default"
+
+
+async def test_a_read_only_session_gives_the_text_back(start: Start, paths: Paths) -> None:
+    first = await (await start(replies("a"), Session.create(paths))).ready()
+    await first.say("hi")
+    second = await (await start(replies("b"), Session.open("last", paths))).ready()
+    await second.say("mine", "/retry", "/rename x", "/delete")
+    assert second.last(FillPrompt).text == "mine"
+    assert [event.text.split(" (")[0] for event in second.of(Notice)[-4:]] == ["this session is read-only"] * 4
+    assert second.texts == ["hi", "a"]
+    await second.say("/fork", "mine")
+    assert second.texts == ["hi", "a", "mine", "b"]
+    assert second.controller.session.id != first.controller.session.id
+
+
+async def test_a_full_disk_is_told_and_the_chat_goes_on(
+    start: Start, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = await (await start(replies("a", "b"), Session.create(paths))).ready()
+    with monkeypatch.context() as patch:
+        FailingDisk(patch, range(1, 10_000), errno.ENOSPC)
+        await chat.say("hi")
+    assert chat.texts == ["hi", "a"]
+    warnings = [event.text for event in chat.of(Notice) if event.level == "warning"]
+    assert len(warnings) == 1
+    assert "No space left" in warnings[0]
+    assert chat.controller.session.fault is not None
+    await chat.say("more")
+    assert chat.controller.session.fault is None
+    assert "saving works again" in [event.text.split(";")[0] for event in chat.of(Notice)]
+    await chat.controller.close()
+    assert [message.text for message in Session.open("last", paths).path] == ["hi", "a", "more", "b"]
+
+
+async def test_leaving_in_the_middle_keeps_the_text(paths: Paths) -> None:
+    session = Session.create(paths)
+    engine = ScriptedEngine(HELD)
+    controller = Controller(engine, Settings(), paths, session)
+    streamed = asyncio.Event()
+    controller.subscribe(lambda event: streamed.set() if isinstance(event, ReplyText) else None)
+    await controller.start()
+    await controller.submit("hi")
+    await streamed.wait()
+    await controller.close()
+    reply = Session.open("last", paths).path[-1]
+    assert reply.stop == "stopped"
+    assert reply.text.startswith("one")
