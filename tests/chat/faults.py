@@ -1,4 +1,4 @@
-"""System calls that fail at a chosen moment."""
+"""System calls that fail, or never return, at a chosen moment."""
 
 import os
 from collections.abc import Callable
@@ -13,7 +13,7 @@ CALLS = ("open", "write", "fdatasync", "fsync", "ftruncate", "fstat")
 class FailingDisk:
     """Counts the calls the session file makes; the ones whose number is in `failing` raise `errno`.
 
-    A failing write of more than one byte leaves its first half in the file, as a full disk does.
+    A failing write leaves its first half in the file when the disk is full.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failing: range, errno: int) -> None:
@@ -33,3 +33,21 @@ class FailingDisk:
             raise OSError(self._errno, os.strerror(self._errno))
 
         return call
+
+
+def at_call(number: int, happen: Callable[[], None]) -> None:
+    """Have `happen` called before call `number`, for the rest of this process."""
+    calls = 0
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                happen()
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in CALLS:
+        setattr(os, name, counted(getattr(os, name)))
