@@ -24,6 +24,7 @@ ALLOWED = {
     "engine": ("ops", "model"),
     "exllamav2": ("engine", "model"),
     "link": ("link",),
+    "link.service": ("link", "model"),
     "link.host": ("link", "engine", "model"),
     "chat": ("link.protocol",),
     "ui": ("chat", "link.protocol"),

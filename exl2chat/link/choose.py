@@ -14,8 +14,12 @@ def choose_engine(name: str, paths: Paths) -> Engine:
         from exl2chat.link.scripted import ScriptedEngine, read_script
 
         return ScriptedEngine(read_script(Path(file)) if file else None)
-    if name in ("local", "in-process"):
-        from exl2chat.link.local import InProcessEngine, LocalEngine
+    if name == "local":
+        from exl2chat.link.local import LocalEngine
 
-        return LocalEngine(paths) if name == "local" else InProcessEngine(paths)
+        return LocalEngine(paths)
+    if name == "in-process":
+        from exl2chat.link.in_process import InProcessEngine
+
+        return InProcessEngine(paths)
     raise UsageError(f"--engine: there is no engine '{name}'", "it is local, in-process or scripted[:FILE]")

@@ -2,12 +2,11 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from exl2chat.engine.generators.streaming import StreamingGenerator
 from exl2chat.engine.loader import LoadedModel, load_model
 from exl2chat.link import protocol as wire
-from exl2chat.model import hub
-from exl2chat.paths import Paths
 from exl2chat.progress import Progress
 
 
@@ -32,9 +31,8 @@ class Host:
         self._generator = StreamingGenerator(model.transformer, model.cache, model.tokenizer)
 
     @classmethod
-    def load(cls, request: wire.Load, paths: Paths, progress: Progress) -> "Host":
-        """Find the model, fetching it if need be, and load it. ChatError when either fails."""
-        path = hub.resolve(request.model, paths, progress)
+    def load(cls, path: Path, request: wire.Load, progress: Progress) -> "Host":
+        """Load the model in the folder `path` as `request` wants it. ChatError when it cannot be."""
         name = request.model if path.parent.name == "snapshots" else path.name  # there, folders are commit hashes
         return cls(load_model(path, request.device, request.dtype, request.context, progress), name)
 
@@ -52,6 +50,7 @@ class Host:
             abort=abort,
             on_prefill=lambda done, total, cached: emit(wire.Prefill(request.id, done, total, cached)),
         )
+        emit(wire.Prefill(request.id, start.prompt_tokens, start.prompt_tokens, start.cached_tokens))
         first = None
         while True:
             result = generator.stream_ex()

@@ -1,11 +1,10 @@
-"""Engines on this machine: a supervised worker process, or the same service on a thread for debugging."""
+"""The engine as a supervised process on this machine."""
 
 import asyncio
 import contextlib
 import os
 import signal
 import sys
-import threading
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator
 
@@ -14,7 +13,6 @@ import msgspec
 from exl2chat.errors import ChatError
 from exl2chat.link import protocol as wire
 from exl2chat.link.framing import pack, read_frame
-from exl2chat.link.service import Service
 from exl2chat.link.threads import worker_environment
 from exl2chat.paths import Paths, open_private, private_folder
 from exl2chat.safetext import scrub_line
@@ -149,38 +147,3 @@ def _cause_of_death(status: int) -> str:
     if status < 0:
         return f"the engine was killed by {signal.Signals(-status).name}"
     return f"the engine left with status {status}"
-
-
-class InProcessEngine:
-    """The worker's service on a thread of this process: a debugger sees everything, and a crash takes all with it."""
-
-    def __init__(self, paths: Paths) -> None:
-        self._paths = paths
-        self._events: asyncio.Queue[wire.Event | None] = asyncio.Queue()
-        self._service: Service | None = None
-        self._thread: threading.Thread | None = None
-
-    async def send(self, request: wire.Request) -> None:
-        if isinstance(request, wire.Shutdown):
-            return await self.close()
-        if self._service is None:
-            loop = asyncio.get_running_loop()
-
-            def emit(event: wire.Event) -> None:
-                loop.call_soon_threadsafe(self._events.put_nowait, event)
-
-            self._service = Service(self._paths, emit)
-            self._thread = threading.Thread(target=self._service.run, daemon=True)
-            self._thread.start()
-        self._service.submit(request)
-        return None
-
-    async def events(self) -> AsyncIterator[wire.Event]:
-        while (event := await self._events.get()) is not None:
-            yield event
-
-    async def close(self) -> None:
-        if self._service and self._thread:
-            self._service.submit(wire.Shutdown())
-            await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
-        self._events.put_nowait(None)

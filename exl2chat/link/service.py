@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from exl2chat.errors import ChatError, ModelError
 from exl2chat.link import protocol as wire
+from exl2chat.model import hub
 from exl2chat.paths import Paths
 
 if TYPE_CHECKING:
@@ -105,10 +106,11 @@ class Service:
         gc.collect()  # the old model must be gone before the new one takes its place
         started = time.perf_counter()
         progress = _LoadProgress(job, self._emit)
+        path = hub.resolve(request.model, self._paths, progress)
         progress("starting the engine")
         from exl2chat.link.host import Host
 
-        host = Host.load(request, self._paths, progress)
+        host = Host.load(path, request, progress)
         self._host = host
         seconds = time.perf_counter() - started
         log.info("loaded %s in %.1f s", host.info.name, seconds)

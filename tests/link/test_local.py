@@ -1,4 +1,4 @@
-"""The supervisor against a real worker process. No test needs a model: a worker without one answers with Failed."""
+"""The supervisor against a real worker process. Most tests need no model: a worker without one answers with Failed."""
 
 import asyncio
 import os
@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from exl2chat.link import protocol as wire
-from exl2chat.link.local import InProcessEngine, LocalEngine
+from exl2chat.link.in_process import InProcessEngine
+from exl2chat.link.local import LocalEngine
 from exl2chat.paths import Paths
+from exl2chat.settings import Sampling
 
+MODEL = Path(__file__).parent.parent / "data" / "golden" / "llama-6.0bpw-exl2"
 ASK = wire.Generate("a", (wire.Turn("user", "hello"),))
 
 
@@ -23,6 +26,7 @@ async def first(engine, *kinds):
         async for event in engine.events():
             if isinstance(event, kinds):
                 return event
+            assert not isinstance(event, wire.Failed | wire.Died), event
     raise AssertionError("the events ended")
 
 
@@ -76,6 +80,22 @@ async def test_a_killed_worker_is_reported_and_replaced_by_the_next_request(engi
     assert engine.pid is None
     await answered(engine)
     assert engine.pid not in (None, killed)
+
+
+async def test_a_worker_killed_in_the_middle_of_a_reply_loads_again_and_answers(engine):
+    load, endless = wire.Load(str(MODEL)), wire.Generate("a", ASK.turns, Sampling(temperature=0))
+    await engine.send(load)
+    await first(engine, wire.Ready)
+    await engine.send(endless)
+    await first(engine, wire.Chunk)
+    os.kill(engine.pid, signal.SIGKILL)
+    assert "SIGKILL" in (await first(engine, wire.Died)).detail
+    await engine.send(load)
+    await first(engine, wire.Ready)
+    await engine.send(endless)
+    await first(engine, wire.Chunk)
+    await engine.send(wire.Stop("a"))
+    assert (await first(engine, wire.Finished)).reason == "stopped"
 
 
 async def test_a_worker_killed_before_it_speaks_is_reported(engine):

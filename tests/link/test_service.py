@@ -1,0 +1,215 @@
+"""What the worker does, with a real tiny model: everything but the pipe."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from exl2chat.link import host
+from exl2chat.link import protocol as wire
+from exl2chat.link.service import Service
+from exl2chat.paths import Paths
+from exl2chat.settings import Sampling
+
+MODEL = str(Path(__file__).parent.parent / "data" / "golden" / "llama-6.0bpw-exl2")
+LOAD = wire.Load(MODEL, dtype="float32", context=512)
+LAST = (wire.Ready, wire.Failed, wire.Finished)
+
+
+def ask(id="a", text="hello there", **fields):
+    return wire.Generate(
+        id, (wire.Turn("user", text),), **{"sampling": Sampling(temperature=0), "max_tokens": 8, **fields}
+    )
+
+
+def nothing(_event):
+    return None
+
+
+def serve(tmp_path, *requests, react=nothing):
+    """Everything a service says to `requests`; where `react` turns an event into a request, that is submitted too."""
+    events, open_requests = [], len(requests)
+
+    def emit(event):
+        nonlocal open_requests
+        events.append(event)
+        open_requests -= isinstance(event, LAST)
+        if further := react(event):
+            service.submit(further)
+        if not open_requests:
+            service.submit(wire.Shutdown())
+
+    service = Service(Paths.default(tmp_path), emit)
+    for request in requests:
+        service.submit(request)
+    service.run()
+    return events
+
+
+def text_of(events, id="a"):
+    return "".join(event.text for event in events if isinstance(event, wire.Chunk) and event.id == id)
+
+
+def last(events, id="a"):
+    return next(event for event in events if isinstance(event, wire.Finished | wire.Failed) and event.id == id)
+
+
+def test_a_load_reports_its_stages_and_says_what_was_loaded(tmp_path):
+    *progress, ready = serve(tmp_path, LOAD)
+    assert all(isinstance(event, wire.Loading) for event in progress)
+    assert len({event.stage for event in progress}) >= 2
+    info = ready.model
+    assert (info.name, info.path) == ("llama-6.0bpw-exl2", MODEL)
+    assert (info.architecture, info.context, info.device, info.dtype) == ("LlamaForCausalLM", 512, "cpu", "float32")
+    assert info.quantization.startswith("EXL2")
+    assert info.weight_bytes > 0
+    assert info.cache_bytes > 0
+    assert ready.seconds > 0
+
+
+def test_a_reply_streams_prefill_chunks_and_statistics(tmp_path):
+    events = serve(tmp_path, LOAD, ask())
+    finished = last(events)
+    prefill = [event for event in events if isinstance(event, wire.Prefill)]
+    assert prefill[-1].done == prefill[-1].total == finished.stats.prompt_tokens
+    assert (finished.reason, finished.stats.reply_tokens) == ("max_tokens", 8)
+    assert finished.stats.first_token_s > 0
+    assert finished.stats.decode_s > 0
+    assert text_of(events)
+    assert [event.tokens for event in events if isinstance(event, wire.Chunk)][-1] == 8
+
+
+def test_the_next_turn_reuses_what_is_cached_and_the_seed_reproduces(tmp_path):
+    sampling = Sampling(temperature=1.5, seed=11)
+    events = serve(tmp_path, LOAD, ask("a", sampling=sampling), ask("b", sampling=sampling))
+    assert last(events, "a").stats.cached_tokens == 0
+    assert last(events, "b").stats.cached_tokens == last(events, "a").stats.prompt_tokens - 1
+    assert text_of(events, "a") == text_of(events, "b") != ""
+    assert last(events, "b").stats.seed == 11
+
+
+def test_an_assistant_turn_at_the_end_is_continued(tmp_path):
+    whole = serve(tmp_path, LOAD, ask(max_tokens=6))
+    begun = "".join(event.text for event in whole if isinstance(event, wire.Chunk) and event.tokens <= 3)
+    turns = (wire.Turn("user", "hello there"), wire.Turn("assistant", begun))
+    rest = serve(tmp_path, LOAD, wire.Generate("a", turns, Sampling(temperature=0), 3))
+    assert last(rest).reason == "max_tokens"
+    assert last(rest).stats.prompt_tokens > last(whole).stats.prompt_tokens
+
+
+def test_a_stop_ends_the_reply_within_one_token_and_the_next_one_works(tmp_path):
+    def react(event):
+        return wire.Stop("a") if isinstance(event, wire.Chunk) and event.id == "a" and event.tokens == 3 else None
+
+    events = serve(tmp_path, LOAD, ask(max_tokens=200), ask("b"), react=react)
+    assert last(events).reason == "stopped"
+    assert last(events).stats.reply_tokens <= 4
+    assert last(events, "b").reason == "max_tokens"
+
+
+def test_a_stop_for_a_queued_reply_ends_it_before_it_begins(tmp_path):
+    def react(event):
+        return wire.Stop("b") if isinstance(event, wire.Chunk) and event.id == "a" else None
+
+    events = serve(tmp_path, LOAD, ask("a"), ask("b"), react=react)
+    assert last(events, "a").reason == "max_tokens"
+    assert (last(events, "b").reason, last(events, "b").stats.reply_tokens) == ("stopped", 0)
+
+
+def test_a_stop_of_the_load_ends_it_and_what_waits_for_it(tmp_path):
+    def react(event):
+        return wire.Stop("") if isinstance(event, wire.Loading) else None
+
+    events = serve(tmp_path, LOAD, ask(), react=react)
+    assert not [event for event in events if isinstance(event, wire.Ready)]
+    stopped, refused = [event for event in events if isinstance(event, wire.Failed)]
+    assert (stopped.id, refused.id, refused.status) == ("", "a", 3)
+
+
+def test_a_stop_string_ends_the_reply_and_stays_out_of_it(tmp_path):
+    whole = text_of(serve(tmp_path, LOAD, ask()))
+    wanted = whole[len(whole) // 2 : len(whole) // 2 + 3]
+    events = serve(tmp_path, LOAD, ask(stop=(wanted,)))
+    assert last(events).reason == "stop_string"
+    assert text_of(events) == whole[: whole.index(wanted)]
+
+
+def test_a_prompt_that_does_not_fit_fails_with_status_4_and_the_model_stays(tmp_path):
+    events = serve(tmp_path, LOAD, ask("a", "word " * 2000), ask("b"))
+    assert last(events, "a").status == 4
+    assert "512" in last(events, "a").message
+    assert last(events, "b").reason == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("load", "status", "named"),
+    [
+        (wire.Load("/no/such/folder"), 3, "/no/such/folder"),
+        (wire.Load(MODEL, context=1 << 20), 2, "--ctx"),
+        (wire.Load(str(Path(MODEL).parent)), 3, "config.json"),
+    ],
+)
+def test_a_load_that_fails_says_why_and_leaves_no_model(tmp_path, load, status, named):
+    events = serve(tmp_path, LOAD, load, ask())
+    failed, refused = [event for event in events if isinstance(event, wire.Failed)]
+    assert (failed.id, failed.status) == ("", status)
+    assert named in failed.message
+    assert refused.status == 3
+
+
+class Panic(BaseException):
+    """As pyo3 raises it for a panic in a Rust library: no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (Panic("index out of bounds\n0: frame"), "Panic: index out of bounds"),
+        (RuntimeError("mat1 and mat2 cannot be multiplied"), "RuntimeError: mat1"),
+        (MemoryError(), "out of memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"), "out of memory"),
+    ],
+)
+def test_no_defect_of_a_library_ends_the_service(tmp_path, monkeypatch, fault, said):
+    def broken(*_):
+        raise fault
+
+    monkeypatch.setattr(host.Host, "load", broken)
+    failed, refused = (event for event in serve(tmp_path, LOAD, ask()) if isinstance(event, wire.Failed))
+    assert said in failed.message
+    assert "\n" not in failed.message
+    assert failed.remedy
+    assert refused.id == "a"
+
+
+def test_progress_is_throttled_within_a_stage(tmp_path, monkeypatch):
+    def load(_request, _paths, progress):
+        for done in range(100_000):
+            progress("counting", done, 100_000)
+        progress("counting", 100_000, 100_000)
+        raise MemoryError
+
+    monkeypatch.setattr(host.Host, "load", load)
+    counted = [
+        event for event in serve(tmp_path, LOAD) if isinstance(event, wire.Loading) and event.stage == "counting"
+    ]
+    assert len(counted) < 100
+    assert (counted[0].done, counted[-1].done) == (0, 100_000)
+
+
+def test_shutdown_ends_a_reply_in_hand(tmp_path):
+    events = []
+
+    def emit(event):
+        events.append(event)
+        if isinstance(event, wire.Chunk):
+            service.submit(wire.Shutdown())
+
+    service = Service(Paths.default(tmp_path), emit)
+    service.submit(LOAD)
+    service.submit(ask(max_tokens=400))
+    thread = threading.Thread(target=service.run)
+    thread.start()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert events[-1].reason == "stopped"
