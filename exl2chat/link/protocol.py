@@ -159,7 +159,7 @@ Event = Loading | Ready | Prefill | Chunk | Finished | Failed | Died
 
 
 class Engine(Protocol):
-    """What a front end holds. `local.LocalEngine`, `in_process.InProcessEngine` and `scripted.ScriptedEngine` are it."""
+    """What a front end holds: `local.LocalEngine`, `in_process.InProcessEngine` or `scripted.ScriptedEngine`."""
 
     async def send(self, request: Request) -> None:
         """Queue a request; starts the worker if none is alive. Never waits for an answer."""
