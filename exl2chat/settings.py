@@ -7,6 +7,7 @@ later wins: default, the model's own (sampling only), config.toml, the session's
 
 import math
 import os
+import reprlib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ class Option:
         right_type = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
         in_range = not isinstance(value, int | float) or self.low <= value <= self.high
         if not right_type or not in_range or (self.choices and value not in self.choices):
-            raise UsageError(f"{where}: {self.name} is {self._expected()}, not {value!r}", self.help)
+            raise UsageError(f"{where}: {self.name} is {self._expected()}, not {reprlib.repr(value)}", self.help)
         assert value is None or isinstance(value, str | int | float)
         return value
 
