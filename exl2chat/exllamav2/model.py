@@ -1,0 +1,150 @@
+"""`ExLlamaV2`: the model object."""
+
+from collections.abc import Callable
+from threading import Event
+from typing import TYPE_CHECKING
+
+import torch
+from rich.progress import Progress as RichProgress
+from torch import Tensor
+
+from exl2chat.engine.placement import check_memory, choose_device, choose_dtype
+from exl2chat.engine.transformer import Transformer
+from exl2chat.errors import ModelError, UsageError
+from exl2chat.exllamav2.config import ExLlamaV2Config
+from exl2chat.exllamav2.unsupported import refuse_set
+from exl2chat.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from exl2chat.exllamav2.cache import ExLlamaV2Cache
+
+Callback = Callable[[int, int], None]
+
+
+class ExLlamaV2:
+    """A model on one device, loaded by `load` or `load_autosplit`."""
+
+    tp_context = None
+
+    def __init__(self, config: ExLlamaV2Config, lazy_load: bool = False) -> None:
+        refuse_set("ExLlamaV2", lazy_load=lazy_load)
+        self.config = config
+        self._transformer: Transformer | None = None
+
+    @property
+    def loaded(self) -> bool:
+        return self._transformer is not None
+
+    @property
+    def transformer(self) -> Transformer:
+        """The loaded model; ModelError when there is none."""
+        if self._transformer is None:
+            raise ModelError("the model is not loaded", "call load() or load_autosplit(cache) first")
+        return self._transformer
+
+    def load(
+        self,
+        gpu_split: list[float] | None = None,
+        lazy: bool = False,
+        stats: bool = False,
+        callback: Callback | None = None,
+        callback_gen: object = None,
+        progress: bool = False,
+    ) -> None:
+        """Load everything. callback(done, total) is called as it proceeds; `progress` shows a bar instead."""
+        refuse_set("ExLlamaV2.load", gpu_split=gpu_split, lazy=lazy, stats=stats, callback_gen=callback_gen)
+        self._load(0, callback, progress)
+
+    def load_autosplit(
+        self,
+        cache: "ExLlamaV2Cache",
+        reserve_vram: int | list[int] | None = None,
+        last_id_only: bool = False,  # noqa: ARG002
+        callback: Callback | None = None,
+        callback_gen: object = None,
+        progress: bool = False,
+    ) -> None:
+        """Load everything and see to it that a lazy `cache` fits beside it. ModelError when it does not.
+
+        last_id_only shrinks the reference's trial run; there is none here.
+        """
+        refuse_set("ExLlamaV2.load_autosplit", reserve_vram=reserve_vram, callback_gen=callback_gen)
+        self._load(cache.max_seq_len, callback, progress)
+        cache.reset()
+
+    def _load(self, context: int, callback: Callback | None, progress: bool) -> None:
+        if callback is not None and progress:
+            raise UsageError("a callback and progress=True exclude each other", "choose one")
+        checkpoint = self.config.checkpoint()
+        device = choose_device(self.config.device)
+        dtype = choose_dtype(self.config.dtype, device, checkpoint)
+        check_memory(checkpoint, device, dtype, context)
+        if progress:
+            with RichProgress(transient=True) as bar:
+                self._transformer = Transformer.load(checkpoint, device, dtype, _bar_progress(bar))
+        else:
+            self._transformer = Transformer.load(checkpoint, device, dtype, _callback_progress(callback))
+
+    def unload(self) -> None:
+        """Forget the weights."""
+        self._transformer = None
+
+    def is_quant(self) -> bool:
+        """Whether any linear weight is quantised."""
+        checkpoint = self.config.checkpoint()
+        return any(linear.kind != "plain" for layer in checkpoint.layers for linear in layer.linears)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: Tensor,
+        cache: "ExLlamaV2Cache | None" = None,
+        input_mask: Tensor | None = None,
+        preprocess_only: bool = False,
+        last_id_only: bool = False,
+        loras: object = None,
+        return_last_state: bool = False,
+        position_offsets: Tensor | None = None,
+        abort_event: Event | None = None,
+        cpu_logits: bool = False,
+        **kwargs: object,
+    ) -> Tensor | None:
+        """Logits float32 [1, T, V] of `input_ids` [1, T], or [1, 1, V] with `last_id_only`; they join those in `cache`.
+
+        In chunks of config.max_input_len. None with `preprocess_only`, or once `abort_event` is set.
+        """
+        refuse_set("ExLlamaV2.forward", input_mask=input_mask, loras=loras, return_last_state=return_last_state)
+        refuse_set("ExLlamaV2.forward", position_offsets=position_offsets, **kwargs)
+        if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
+            raise UsageError(f"input_ids has shape {list(input_ids.shape)}", "it is [1, T]: one row of tokens")
+        model = self.transformer
+        kv = cache.kv if cache is not None else model.new_cache(input_ids.shape[1])
+        last_only = last_id_only or preprocess_only
+        logits = []
+        for chunk in torch.split(input_ids[0].to(model.device), self.config.max_input_len):
+            if abort_event is not None and abort_event.is_set():
+                return None
+            logits.append(model.forward(chunk, kv, last_only))
+        if preprocess_only:
+            return None
+        result = logits[-1] if last_only else torch.cat(logits)
+        return (result.cpu() if cpu_logits else result).unsqueeze(0)
+
+
+def _callback_progress(callback: Callback | None) -> Progress:
+    if callback is None:
+        return silent
+
+    def tell(stage: str, done: int = 0, total: int = 0, unit: str = "") -> None:  # noqa: ARG001
+        callback(done, total)
+
+    return tell
+
+
+def _bar_progress(bar: RichProgress) -> Progress:
+    task = bar.add_task("loading", total=None)
+
+    def tell(stage: str, done: int = 0, total: int = 0, unit: str = "") -> None:  # noqa: ARG001
+        bar.update(task, description=stage, completed=done, total=total or None)
+
+    return tell
