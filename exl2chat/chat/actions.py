@@ -145,8 +145,10 @@ async def export(controller: "Controller", argument: str) -> None:
 async def model(controller: "Controller", argument: str) -> None:
     if not argument:
         controller.emit(ShowPage("Model", pages.model_page(controller)))
-    else:
-        await controller.change_settings(controller.settings.with_value("/set", "model", argument))
+        return
+    await controller.change_settings(controller.settings.with_value("/set", "model", argument))
+    if controller.phase == "down":  # the same model once more
+        await controller.load_model()
 
 
 async def system(controller: "Controller", argument: str) -> None:

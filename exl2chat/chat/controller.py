@@ -32,9 +32,9 @@ from exl2chat.chat.events import (
     SessionChanged,
     SettingChanged,
 )
-from exl2chat.chat.recall import chosen_values, with_session
+from exl2chat.chat.recall import chosen_values, with_model, with_session
 from exl2chat.chat.reply import Reply, request
-from exl2chat.chat.session import Session, new_id, now
+from exl2chat.chat.session import Session, new_id, now, storable
 from exl2chat.errors import ChatError, SessionError, UsageError, error_for
 from exl2chat.link import protocol as wire
 from exl2chat.paths import Paths
@@ -137,6 +137,7 @@ class Controller:
 
         `replaces` (from FillPrompt) is the message that this one becomes an alternative to.
         """
+        text = storable(text)
         action = commands.parse(text)
         if not isinstance(action, commands.Text):
             await self._obey(action)
@@ -151,9 +152,9 @@ class Controller:
 
     async def run(self, line: str) -> None:
         """Obey the action `line`: a command with or without its slash. Never reaches the model."""
-        word = line if line.startswith("/") else "/" + line
+        word = storable(line if line.startswith("/") else "/" + line)
         action = commands.parse(word)
-        await self._obey(commands.Unknown(word) if isinstance(action, commands.Text) else action)
+        await self._obey(commands.Unknown(word[1:]) if isinstance(action, commands.Text) else action)
 
     async def stop(self) -> None:
         """Take back the newest queued message into the prompt; with none queued, stop the reply and keep its text."""
@@ -274,7 +275,7 @@ class Controller:
         """Save a message and, if it is the user's, ask for the reply. An edited reply is saved and that is all."""
         replaced = self.session.tree.messages.get(replaces or "")
         parent, role = (replaced.parent, replaced.role) if replaced else (self.session.tree.head, "user")
-        message = Message(new_id(), parent, role, text.encode("utf-8", "replace").decode(), now())
+        message = Message(new_id(), parent, role, text, now())
         self.session.record_settings(chosen_values(self.settings))
         self.add_message(message)
         if role == "user":
@@ -307,25 +308,19 @@ class Controller:
                 self._go_down(error_for(1, f"the engine died: {detail}", "the next message starts it again"))
                 self._loads = 0
             case wire.Failed(id="", message=message, remedy=remedy, status=status):
-                self._loads -= 1
-                if self._loads <= 0:
+                self._loads = max(0, self._loads - 1)
+                if not self._loads:
                     self._go_down(error_for(status, message, remedy))
             case _ if self._reply and event.id == self._reply.id:
                 self._handle_reply(event, self._reply)
         await self._send_queued()
 
     def _take_model(self, event: wire.Ready) -> None:
-        self._loads -= 1
-        if self._loads > 0:  # another load was asked for meanwhile
+        self._loads = max(0, self._loads - 1)
+        if self._loads:  # another load was asked for meanwhile
             return
         self.model, self.phase = event.model, "ready"
-        rows = {row.name for row in OPTIONS if row.group == "sampling"}
-        try:
-            self.settings = self.settings.with_layer(
-                "model", {k: v for k, v in event.model.sampling.items() if k in rows}
-            )
-        except UsageError as fault:
-            self._report(fault)
+        self.settings = with_model(self.settings, event.model)
         self.emit(ModelReady(event.model, event.seconds))
 
     def _handle_reply(self, event: wire.Event, reply: Reply) -> None:
@@ -385,9 +380,7 @@ class Controller:
             return
         self.emit(SessionChanged())
         if self._fault:
-            self.emit(
-                Notice(f"cannot save: {self._fault}; the chat is kept in memory and saved when it can be", "warning")
-            )
+            self.emit(Notice(f"cannot save: {self._fault}; the chat goes on in memory until that works", "warning"))
         else:
             self.emit(Notice("saving works again; everything is on disk"))
 

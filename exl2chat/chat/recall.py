@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from exl2chat.chat.session import Session
 from exl2chat.errors import UsageError
+from exl2chat.link.protocol import ModelInfo
 from exl2chat.settings import BY_NAME, OPTIONS, Settings, Value
 
 RECORDED = frozenset(row.name for row in OPTIONS if row.group in ("chat", "sampling") or row.name == "model")
@@ -22,15 +23,20 @@ def with_session(settings: Settings, session: Session) -> Settings:
     if not session.settings:
         return settings
     kept = {k: v for k, v in settings.layers.get("/set", {}).items() if k not in RECORDED}
-    return settings.with_layer("session", _usable(session.settings)).with_layer("/set", kept)
+    return settings.with_layer("session", _usable(session.settings, "session")).with_layer("/set", kept)
 
 
-def _usable(values: Mapping[str, Value]) -> dict[str, Value]:
-    """The values that are still valid: a session outlives the options of the version that wrote it."""
+def with_model(settings: Settings, model: ModelInfo) -> Settings:
+    """`settings` over the sampling that the model's own files recommend, as far as there are such options."""
+    return settings.with_layer("model", _usable(model.sampling, "model"))
+
+
+def _usable(values: Mapping[str, object], where: str) -> dict[str, Value]:
+    """The values that are valid: files outlive the options of the version that wrote them."""
     usable = {}
     for name in RECORDED & values.keys():
         try:
-            usable[name] = BY_NAME[name].check(values[name], "session")
+            usable[name] = BY_NAME[name].check(values[name], where)
         except UsageError:
             continue
     return usable

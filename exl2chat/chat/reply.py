@@ -75,19 +75,19 @@ class Reply:
 
 def request(id: str, path: Sequence[Message], start: str, sampling: Sampling, settings: Settings) -> Generate:
     """The request for a reply to `path` that begins with `start`."""
-    turns = turns_of(path, settings["system"])
-    if start:
-        turns += (Turn("assistant", start),)
-    return Generate(id, turns, sampling, settings["max_tokens"])
+    said = [*path, *([Turn("assistant", start)] if start else [])]
+    return Generate(id, turns_of(said, settings["system"]), sampling, settings["max_tokens"])
 
 
-def turns_of(path: Sequence[Message], system: str | None) -> tuple[Turn, ...]:
-    """The path as the model is to see it. Neighbours of one role (a reply failed in between) become one turn:
-    many chat templates insist on alternation."""
+def turns_of(said: Sequence[Message | Turn], system: str | None) -> tuple[Turn, ...]:
+    """What was said as the model is to see it.
+
+    Neighbours of one role (a reply failed in between) become one turn: many chat templates insist on alternation.
+    """
     turns = [Turn("system", system)] if system else []
-    for message in path:
-        if turns and turns[-1].role == message.role:
-            turns[-1] = Turn(message.role, turns[-1].text + "\n\n" + message.text)
+    for each in said:
+        if turns and turns[-1].role == each.role:
+            turns[-1] = Turn(each.role, turns[-1].text + "\n\n" + each.text)
         else:
-            turns.append(Turn(message.role, message.text))
+            turns.append(Turn(each.role, each.text))
     return tuple(turns)

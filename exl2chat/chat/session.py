@@ -42,6 +42,11 @@ def new_id() -> str:
     return secrets.token_hex(6)
 
 
+def storable(text: str) -> str:
+    """`text` with half surrogate pairs, which no file can hold, replaced."""
+    return text.encode("utf-8", "replace").decode()
+
+
 class Session:
     """Everything said and set in one chat. Changes go to the file at once; the file appears with the first message.
 
@@ -96,7 +101,7 @@ class Session:
     @property
     def read_only(self) -> bool:
         """Whether another exl2chat holds the file, or its permissions forbid writing."""
-        return self._file is not None and self._file.read_only
+        return self._file is not None and bool(self._file.obstacle)
 
     @property
     def fault(self) -> str | None:
@@ -184,8 +189,8 @@ class Session:
         if log.damaged:
             lines = "1 damaged line" if log.damaged == 1 else f"{log.damaged} damaged lines"
             yield f"{lines} of the session file skipped; nothing of the file was removed"
-        if self.read_only:
-            yield "this session is open elsewhere: it is shown read-only, `/fork` goes on in a copy"
+        if self.read_only and self._file:
+            yield f"this session is read-only ({self._file.obstacle}): `/fork` goes on in a copy"
             return
         if log.torn:
             yield f"the last line of the session file was cut short by a crash ({len(log.torn)} bytes)"

@@ -16,11 +16,14 @@ from exl2chat.paths import fsync_folder, open_private, private_folder
 
 
 class SessionFile:
-    """Appends records to `path`. `fault` says why the last attempt failed, None when all is on disk."""
+    """Appends records to `path`, unless there is an `obstacle`: why the file may only be read.
 
-    def __init__(self, path: Path, log: Log | None = None, handle: int = -1, read_only: bool = False) -> None:
+    `fault` says why the last attempt failed; None when all is on disk.
+    """
+
+    def __init__(self, path: Path, log: Log | None = None, handle: int = -1, obstacle: str = "") -> None:
         self.path = path
-        self.read_only = read_only
+        self.obstacle = obstacle
         self.fault: str | None = None
         self._handle = handle
         self._size = log.size if log else 0
@@ -29,11 +32,11 @@ class SessionFile:
 
     @classmethod
     def open(cls, path: Path) -> tuple["SessionFile", Log]:
-        """The file and what it says. Read-only when another process holds it or its permissions say so.
+        """The file and what it says. Read-only when another process has it open or its permissions say so.
 
         SessionError (status 6) when it cannot be read or holds nothing of a session.
         """
-        handle, read_only = _open_locked(path)
+        handle, obstacle = _open_locked(path)
         try:
             with open(handle, "rb", closefd=False) as file:
                 log = load(file.read())
@@ -45,14 +48,14 @@ class SessionFile:
         if log.size + len(log.torn) and not log.tree.messages and log.header is None:
             os.close(handle)
             raise SessionError(f"{path}: nothing in it is a record of a session", "choose another with --resume")
-        return cls(path, log, handle, read_only), log
+        return cls(path, log, handle, obstacle), log
 
     def append(self, *records: Record | Header, durable: bool = True) -> None:
         """Write `records` in one write(); when `durable`, return only once they are on the disk.
 
         A failure is kept in `fault`, the records in memory for the next attempt. Nothing is written when read-only.
         """
-        if self.read_only:
+        if self.obstacle:
             return
         for record in records:
             self._waiting += dump(record)
@@ -68,7 +71,7 @@ class SessionFile:
             self.append()
         if self._handle >= 0:
             os.close(self._handle)
-        self._handle, self.read_only = -1, True
+        self._handle, self.obstacle = -1, "closed"
 
     def _flush(self, durable: bool) -> None:
         if self._handle < 0:
@@ -111,20 +114,20 @@ class SessionFile:
         os.ftruncate(self._handle, self._size)
 
 
-def _open_locked(path: Path) -> tuple[int, bool]:
-    """A descriptor of `path`, and whether it may only be read."""
+def _open_locked(path: Path) -> tuple[int, str]:
+    """A descriptor of `path`, and why it may only be read, if so."""
     try:
         handle = open_private(path, os.O_RDWR | os.O_APPEND)
-    except OSError:
+    except OSError as refusal:
         try:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC), True
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC), refusal.strerror or str(refusal)
         except OSError as fault:
             raise SessionError(f"{path}: {fault.strerror}", "`exl2chat --resume` lists the saved ones") from None
     try:
         _lock(handle)
     except BlockingIOError:
-        return handle, True
-    return handle, False
+        return handle, "another exl2chat has it open"
+    return handle, ""
 
 
 def _lock(handle: int) -> None:

@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,25 @@ def test_a_fault_is_told_and_taken_back(paths: Paths, monkeypatch: pytest.Monkey
     assert load(saved(session)).tree.path == tuple(TALK[:3])
 
 
+def test_messages_reach_the_disk_in_one_write_and_are_synced_and_drafts_are_not(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for name in ("write", "fdatasync"):
+
+        def note(*args: object, name: str = name, real: Callable[..., object] = getattr(os, name)) -> object:
+            calls.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(os, name, note)
+    session = Session.create(paths)
+    session.record_settings({"model": "m"})
+    session.add(TALK[0])
+    session.draft("m1", "m0", "so")
+    session.add(TALK[1])
+    assert calls == ["write", "fdatasync", "write", "write", "fdatasync"]
+
+
 def test_a_torn_line_is_kept_aside_and_cut(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
     whole = dump(Header(1, "s", "", "t")) + dump(TALK[0])
@@ -115,7 +135,7 @@ def test_the_lock_holds_between_processes_and_ends_with_one(paths: Paths) -> Non
     assert session.file is not None
     code = (
         "import sys; from pathlib import Path; from exl2chat.chat.store import SessionFile\n"
-        "file, _ = SessionFile.open(Path(sys.argv[1])); print(file.read_only, flush=True); sys.stdin.read()"
+        "file, _ = SessionFile.open(Path(sys.argv[1])); print(bool(file.obstacle), flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(
         [sys.executable, "-c", code, str(session.file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

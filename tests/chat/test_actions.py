@@ -1,0 +1,210 @@
+"""What the commands show and change, each by one scripted run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from exl2chat.chat.completion import Names
+from exl2chat.chat.events import (
+    ChooseSession,
+    ChooseTheme,
+    FillPrompt,
+    Notice,
+    QuitRequested,
+    SessionChanged,
+    SettingChanged,
+    ShowPage,
+)
+from exl2chat.chat.session import Session, list_sessions
+from exl2chat.link.scripted import Fail, Read, Say, Script
+from exl2chat.paths import Paths
+from exl2chat.settings import OPTIONS, Settings
+
+from .conftest import Start
+
+ANSWERS = Script(replies=((Read(total=1234, cached=200), Say("one two three")), (Say("b|ar"),)))
+
+
+async def test_set_lists_every_value_with_its_origin(start: Start) -> None:
+    settings = Settings().with_layer("config.toml", {"top_k": 40}).with_layer("flag", {"min_p": 0.1})
+    chat = await (await start(settings=settings)).ready()
+    await chat.say("/set temperature 0.5", "/set")
+    page = chat.last(ShowPage).markdown
+    assert all(f"| `{row.name}` |" in page for row in OPTIONS)
+    for line in ("| `top_k` | 40 | config.toml |", "| `min_p` | 0.1 | flag |", "| `temperature` | 0.5 | /set |"):
+        assert line in page
+    assert "| `seed` | unset | default |" in page
+
+
+async def test_set_shows_changes_and_takes_back(start: Start) -> None:
+    chat = await (await start(settings=Settings().with_layer("config.toml", {"top_k": 40}))).ready()
+    await chat.say("/set top-k 7")
+    assert (chat.controller.settings["top_k"], chat.last(SettingChanged).name) == (7, "top_k")
+    await chat.say("/set top_k")
+    assert chat.last(Notice).text.startswith("top_k is 7 (/set)")
+    await chat.say("/set top_k default")
+    assert chat.controller.settings.lookup("top_k") == (40, "config.toml")
+    await chat.say("/set top_k many")
+    assert (chat.last(Notice).level, chat.last(Notice).status) == ("error", 2)
+    await chat.say("/set tpo_k 3")
+    assert "did you mean top_k?" in chat.last(Notice).text
+
+
+async def test_an_unknown_command_names_its_neighbour(start: Start) -> None:
+    chat = await (await start()).ready()
+    await chat.say("/retyr")
+    assert chat.last(Notice).text == "there is no command /retyr (did you mean /retry?)"
+    await chat.say("/help zzzzzz")
+    assert chat.last(Notice).text == "there is no command /zzzzzz (`/help` lists them)"
+
+
+async def test_help(start: Start) -> None:
+    chat = await (await start()).ready()
+    await chat.say("/help")
+    assert chat.last(ShowPage).title == "Commands"
+    for line in ("/help undo", "/help /undo", "/undo --help"):
+        await chat.say(line)
+        assert (chat.last(ShowPage).title, chat.last(ShowPage).markdown.split("\n")[0]) == ("/undo", "`/undo [k]`")
+
+
+async def test_stats_has_a_row_per_reply(start: Start) -> None:
+    chat = await (await start(ANSWERS)).ready()
+    await chat.say("/stats")
+    assert chat.last(ShowPage).markdown == "No reply yet."
+    await chat.say("x", "y", "/stats")
+    rows = chat.last(ShowPage).markdown.split("\n")
+    assert len(rows) == 4
+    assert rows[2].startswith("| #2 | 1,234 | 200 | 3 | 0.25 s | 50.0 | eos |")
+
+
+async def test_model_shows_what_is_loaded(start: Start) -> None:
+    chat = await start()
+    await chat.controller.submit("/model")
+    assert chat.last(ShowPage).markdown == "`smollm2` is loading."
+    await (await chat.ready()).say("/model")
+    assert "| architecture | Script |" in chat.last(ShowPage).markdown
+
+
+async def test_model_tries_again_what_could_not_be_loaded(start: Start) -> None:
+    chat = await start(Script(load=(Fail("no network", status=3),)))
+    await chat.until(lambda: chat.controller.phase == "down")
+    await chat.controller.submit("/model")
+    assert chat.last(ShowPage).markdown == "`smollm2` is not loaded."
+    chat.engine.script = ANSWERS
+    await chat.say("/model smollm2")
+    assert len(chat.loads) == 2
+
+
+async def test_system_shows_what_holds(start: Start) -> None:
+    chat = await (await start()).ready()
+    pages = []
+    for line in ("/system", "/system Be brief.\nBe kind.", "/system", "/system off", "/system"):
+        await chat.say(line)
+        pages.append(chat.last(ShowPage).markdown)
+    assert pages[0] == "Unset: the model's template decides."
+    assert pages[2] == "From /set:\n\n> Be brief.\n> Be kind."
+    assert pages[4] == "Off (/set)."
+
+
+async def test_theme_is_chosen_by_name_or_by_looking(start: Start) -> None:
+    chat = await (await start()).ready()
+    chat.controller.names = Names(themes=("exl2-dark", "nord"))
+    await chat.say("/theme")
+    assert isinstance(chat.events[-1], ChooseTheme)
+    await chat.say("/theme nord", "/theme north")
+    assert (chat.controller.settings["theme"], chat.last(SettingChanged).name) == ("nord", "theme")
+    assert chat.last(Notice).text == "/theme: there is no theme 'north' (exl2-dark, nord)"
+
+
+async def test_quit_asks_the_front_end_to_leave(start: Start) -> None:
+    chat = await (await start()).ready()
+    for word in ("quit", "exit", "q"):
+        await chat.controller.run(word)
+        assert isinstance(chat.events.pop(), QuitRequested)
+
+
+async def test_new_open_rename_and_delete(start: Start, paths: Paths) -> None:
+    chat = await (await start(ANSWERS, Session.create(paths))).ready()
+    await chat.say("first question")
+    first = chat.controller.session
+    await chat.say("/new the second", "other question")
+    assert (chat.controller.session.title, chat.texts[0]) == ("the second", "other question")
+    await chat.say("/rename  a  better title ")
+    assert [saved.title for saved in list_sessions(paths)] == ["a better title", "first question"]
+    assert isinstance(chat.events[-1], SessionChanged)
+    await chat.say("/open FIRST question")
+    assert chat.texts[0] == "first question"
+    await chat.say("/open nothing like it")
+    assert chat.last(ChooseSession).query == "nothing like it"
+    await chat.say("/open")
+    assert chat.last(ChooseSession).query == ""
+    await chat.say("/delete")
+    assert (chat.texts, chat.controller.session.title) == ([], "")
+    assert [saved.title for saved in list_sessions(paths)] == ["a better title"]
+    assert first.file is not None
+    assert (paths.sessions / ".trash" / first.file.name).exists()
+
+
+async def test_a_chat_in_memory_stays_in_memory(start: Start, paths: Paths) -> None:
+    chat = await (await start(ANSWERS)).ready()
+    await chat.say("x", "/new", "y", "/fork", "z", "/delete", "w")
+    assert not paths.data.exists()
+
+
+async def test_a_damaged_session_is_refused_and_the_present_one_stays(start: Start, paths: Paths) -> None:
+    chat = await (await start(ANSWERS, Session.create(paths))).ready()
+    await chat.say("x")
+    wreck = paths.sessions / "wreck.jsonl"
+    wreck.write_bytes(b"\0" * 999)
+    await chat.say(f"/open {wreck}")
+    assert (chat.last(Notice).level, chat.last(Notice).status) == ("error", 6)
+    await chat.say("y")
+    assert len(chat.texts) == 4
+    assert not chat.controller.session.read_only
+
+
+@pytest.mark.parametrize(
+    ("argument", "name"),
+    [("", "my-chat.md"), ("json", "my-chat.json"), ("a file.txt", "a file.txt"), ("json x", "x"), ("x.csv", "x.csv")],
+)
+async def test_export(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    chat = await (await start(ANSWERS)).ready()
+    await chat.say("/rename My chat", "question", f"/export {argument}")
+    assert chat.last(Notice).text == f"written to {tmp_path / name}"
+    text = (tmp_path / name).read_text("utf-8")
+    if "json" in argument + name:
+        assert json.loads(text)["messages"][0] == {"role": "user", "content": "question"}
+    else:
+        assert text.startswith("My chat" if name.endswith("txt") else "# My chat")
+    await chat.say(f"/export {argument}")
+    assert "already" in chat.last(Notice).text
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/undo x", "'x' is not a number of times"),
+        ("/undo 0", "'0' is not a number of times"),
+        ("/retry #9", "'#9' is not a message (#1 to #2 are on show)"),
+        ("/edit #0", "'#0' is not a message"),
+        ("/branch", "/branch: every message here has one version"),
+        ("/rename", "/rename: which title?"),
+        ("/seed -1", "/set: seed is"),
+        ("/redo", "/redo: nothing was undone here"),
+    ],
+)
+async def test_what_cannot_be_done_is_said(start: Start, line: str, message: str) -> None:
+    chat = await (await start(ANSWERS)).ready()
+    await chat.say("question", line)
+    assert chat.last(Notice).text.startswith(message)
+    assert len(chat.generated) == 1
+
+
+async def test_text_that_no_file_can_hold(start: Start, paths: Paths) -> None:
+    chat = await (await start(ANSWERS, Session.create(paths))).ready()
+    await chat.say("a\udc80b", "/rename c\ud800", "/system \udfff", "/edit #1")
+    assert chat.last(FillPrompt).text == "a?b"
+    await chat.controller.close()
+    assert Session.open("last", paths).title == "c?"
