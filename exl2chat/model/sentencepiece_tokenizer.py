@@ -38,7 +38,7 @@ class SentencePieceBackend:
             if token.id < learned and self._model.id_to_piece(token.id) != token.content:
                 raise ModelError(f"{where}: added token {token.content!r} cannot have id {token.id}", REMEDY)
         self.size = max([learned, *(token_id + 1 for token_id in self._beyond)])
-        self.unknown_id = int(self._model.unk_id())
+        self.unknown_id: int | None = self._model.unk_id()
         self._learned = learned
         self._legacy = (folder.read_json("tokenizer_config.json") or {}).get("legacy") is True
         spaced = next((i for i in range(learned) if self._model.id_to_piece(i).startswith(SPACE)), None)
