@@ -72,30 +72,31 @@ class ChatApp(App[int]):
         self.themes = theme_files(paths)
         self._look = self._dress(controller.settings["theme"]).look
         controller.names = replace(controller.names, themes=tuple(self.themes))
-        self._transcript = Transcript(self._look, id="transcript")
+        self.transcript = Transcript(self._look, id="transcript")
         self._completions = CompletionList()
-        self._prompt = Prompt(History(paths.history), self._completions)
+        self.prompt = Prompt(History(paths.history), self._completions)
         self._hints = HintBar()
         title, load, status = TitleBar(id="title"), LoadBar(), StatusBar()
         self._bars = (title, load, status)
-        self.presenter = Presenter(controller, self, self._transcript, self._prompt, title, load, status)
+        self.presenter = Presenter(controller, self, self.transcript, self.prompt, title, load, status)
+        self._safe = SafeText()  # one for good: drawn lines are cached by their filter
         self._pressed = 0.0  # when Ctrl+C was pressed with nothing to do
 
     def compose(self) -> ComposeResult:
         title, load, status = self._bars
         yield title
-        yield self._transcript
+        yield self.transcript
         yield load
         yield self._completions
         with Horizontal(id="prompt-row"):
             yield Static("❯ ", id="prompt-mark")
-            yield self._prompt
+            yield self.prompt
         yield status
         yield self._hints
 
     def on_mount(self) -> None:
         self._hints.hints = HINTS
-        self._prompt.focus()
+        self.prompt.focus()
         self.presenter.show_everything()
         self._unsubscribe = self.controller.subscribe(self.presenter.show)
         self.set_interval(STATUS_SECONDS, self.presenter.show_status)
@@ -110,7 +111,7 @@ class ChatApp(App[int]):
         await self.controller.close()
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        return [SafeText(), *super().get_line_filters()]
+        return [self._safe, *super().get_line_filters()]
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """The chat's commands in the palette; one that cannot do without an argument goes into the prompt."""
@@ -118,7 +119,7 @@ class ChatApp(App[int]):
             return
         for row in COMMANDS:
             run = partial(self.action_command, row.name)
-            ask = partial(self._prompt.put, f"/{row.name} ")
+            ask = partial(self.prompt.put, f"/{row.name} ")
             yield SystemCommand(row.name, row.summary, ask if row.syntax.startswith("<") else run)
 
     # What the presenter asks for
@@ -134,7 +135,7 @@ class ChatApp(App[int]):
         except ChatError as fault:
             self.say(str(fault), "error")
             return
-        self._transcript.restyle(self._look)
+        self.transcript.restyle(self._look)
 
     def show_page(self, title: str, markdown: str) -> None:
         """Show something to read over the chat."""
@@ -170,7 +171,7 @@ class ChatApp(App[int]):
 
     @on(TextArea.Changed)
     def _on_typed(self) -> None:
-        prompt = self._prompt
+        prompt = self.prompt
         at_end = prompt.cursor_location == prompt.document.end
         self._completions.offer(self.controller.complete(prompt.text, len(prompt.text)) if at_end else ())
 
@@ -195,8 +196,8 @@ class ChatApp(App[int]):
             self.screen.dismiss(None)
         elif self.controller.busy:
             await self.controller.stop()
-        elif self._prompt.text:
-            self._prompt.put("")
+        elif self.prompt.text:
+            self.prompt.put("")
             self.presenter.replaces = None
         elif time.monotonic() - self._pressed < AGAIN_SECONDS:
             self.leave()
@@ -206,13 +207,13 @@ class ChatApp(App[int]):
             self.set_timer(AGAIN_SECONDS, partial(setattr, self._hints, "hints", HINTS))
 
     def action_page(self, pages: int) -> None:
-        self._transcript.page(pages)
+        self.transcript.page(pages)
 
     def action_home(self) -> None:
-        self._transcript.home()
+        self.transcript.home()
 
     def action_follow(self) -> None:
-        self._transcript.follow()
+        self.transcript.follow()
 
     # Inside
 

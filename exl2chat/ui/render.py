@@ -24,6 +24,7 @@ from textual.strip import Strip
 from exl2chat.ui.blocks import Block
 from exl2chat.ui.look import Look
 
+MARGIN = 2  # empty cells left of everything
 NARROWEST = 8
 _TASKS = {"[ ] ": "☐ ", "[x] ": "☑ ", "[X] ": "☑ "}
 _INLINE = {"strong": Style(bold=True), "em": Style(italic=True), "s": Style(strike=True)}
@@ -80,7 +81,9 @@ class Renderer:
         rows = []
         for number, line in enumerate(lines):
             prefix = first if number == 0 and not block.joined else rest
-            rows.append(Row(self._strip(prefix, line, width, style), prefix.cell_len, glue if number else "\n"))
+            rows.append(
+                Row(self._strip(prefix, line, width, style), MARGIN + prefix.cell_len, glue if number else "\n")
+            )
         return Rendered(tuple(rows), handed_on)
 
     def label(self, name: str, style: Style, note: str, width: int) -> Row:
@@ -88,12 +91,12 @@ class Renderer:
         gap = max(1, width - cell_len(name) - cell_len(note))
         line = Text.assemble((name, style), " " * gap, (note, self.look.muted))
         line.truncate(width, overflow="ellipsis")
-        return Row(self._strip(Text(), line, width, self.look.text))
+        return Row(self._strip(Text(), line, width, self.look.text), MARGIN)
 
     def note(self, text: str, style: Style, width: int) -> list[Row]:
         """A remark of the program's own under a message."""
         lines = _ink(text, style).wrap(self._console, max(NARROWEST, width))
-        return [Row(self._strip(Text(), line, width, self.look.text)) for line in lines]
+        return [Row(self._strip(Text(), line, width, self.look.text), MARGIN) for line in lines]
 
     def blank(self, width: int) -> Row:
         """An empty row."""
@@ -110,9 +113,10 @@ class Renderer:
 
     def _strip(self, prefix: Text, line: Text, width: int, style: Style) -> Strip:
         base = self.look.text
-        left = [Segment(s.text, base + s.style if s.style else base) for s in prefix.render(self._console)]
+        left = [Segment(" " * MARGIN, base)]
+        left += [Segment(s.text, base + s.style if s.style else base) for s in prefix.render(self._console)]
         body = [Segment(s.text, style + s.style if s.style else style) for s in line.render(self._console)]
-        return Strip(left + body).adjust_cell_length(width, style)
+        return Strip(left + body).adjust_cell_length(MARGIN + width, style)
 
     # Prose
 

@@ -17,10 +17,11 @@ from textual.scroll_view import ScrollView
 from textual.selection import Selection
 from textual.strip import Strip
 from textual.timer import Timer
+from textual.widget import Widget
 
 from exl2chat.ui.layout import Layout
 from exl2chat.ui.look import Look
-from exl2chat.ui.render import Renderer, Row
+from exl2chat.ui.render import MARGIN, Renderer, Row
 from exl2chat.ui.section import Entry
 
 FRAMES_PER_SECOND = 30
@@ -40,7 +41,6 @@ class Transcript(ScrollView, can_focus=False):
         self._view: list[Row] = []
         self._pending: list[str] = []
         self._timer: Timer | None = None
-        self._syncing = False
         self._seen = 0  # rows there were when the view stopped following
         self._below = 0  # rows that came since and were not seen
 
@@ -119,7 +119,7 @@ class Transcript(ScrollView, can_focus=False):
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
         rows = round(new_value) - round(old_value)
-        if self._syncing or not rows:
+        if not rows:
             return
         if abs(rows) < FAR:
             self.move(rows)
@@ -152,8 +152,8 @@ class Transcript(ScrollView, can_focus=False):
         width, height = self.scrollable_content_region.size
         if not width or not height:
             return
-        if min(WIDEST, width) != self.document.width:
-            self.document.resize(min(WIDEST, width))
+        if (room := min(WIDEST, width - 2 * MARGIN)) != self.document.width:
+            self.document.resize(max(1, room))
         view = [] if self.following else self.document.rows(height)
         if len(view) < height:
             self.document.to_end(height)
@@ -165,12 +165,18 @@ class Transcript(ScrollView, can_focus=False):
         if below != self._below:
             changed.append(height - 1)
         self._view, self._below = view, below
-        self._syncing = True
-        self.virtual_size = Size(self.document.width, self.document.total)
-        self.scroll_y = self.scroll_target_y = self.document.y
-        self._syncing = False
+        self._place()
         if changed:
             self.refresh(Region(0, changed[0], width, changed[-1] - changed[0] + 1))
+
+    def _place(self) -> None:
+        """Tell the scroll bar where the view is. Past the watchers: they would lay the whole screen out again."""
+        height, total, y = self.scrollable_content_region.height, self.document.total, self.document.y
+        self.set_reactive(Widget.virtual_size, Size(self.size.width, total))
+        self.set_scroll(None, y)
+        self.set_reactive(Widget.scroll_target_y, y)
+        bar = self.vertical_scrollbar
+        bar.window_virtual_size, bar.window_size, bar.position = total, height, y
 
     # Drawing and copying
 
