@@ -75,7 +75,9 @@ class Reply:
 
 def request(id: str, path: Sequence[Message], start: str, sampling: Sampling, settings: Settings) -> Generate:
     """The request for a reply to `path` that begins with `start`."""
-    said = [*path, *([Turn("assistant", start)] if start else [])]
+    said: list[Message | Turn] = [*path]
+    if start:
+        said.append(Turn("assistant", start))
     return Generate(id, turns_of(said, settings["system"]), sampling, settings["max_tokens"])
 
 

@@ -78,13 +78,12 @@ def test_messages_reach_the_disk_in_one_write_and_are_synced_and_drafts_are_not(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
+
+    def noted(name: str, real: Callable[..., object]) -> Callable[..., object]:
+        return lambda *args: (calls.append(name), real(*args))[1]
+
     for name in ("write", "fdatasync"):
-
-        def note(*args: object, name: str = name, real: Callable[..., object] = getattr(os, name)) -> object:
-            calls.append(name)
-            return real(*args)
-
-        monkeypatch.setattr(os, name, note)
+        monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
     session = Session.create(paths)
     session.record_settings({"model": "m"})
     session.add(TALK[0])
