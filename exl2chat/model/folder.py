@@ -21,7 +21,7 @@ MAX_TOKENIZER_JSON = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """`files` maps each readable name directly in the folder to the checked, resolved path behind it."""
+    """`files` maps each readable name directly in the folder to its path, which was checked to lead nowhere else."""
 
     path: Path
     files: Mapping[str, Path]
@@ -88,11 +88,11 @@ def open_folder(path: Path) -> ModelFolder:
             f"{path}: the weights are pickled ({', '.join(sorted(suffixes & PICKLES))}), which can run code when read",
             "use a safetensors version of the model",
         )
-    return ModelFolder(root, {e.name: _contained(e, root) for e in entries if e.suffix in READABLE})
+    return ModelFolder(root, {entry.name: _contained(entry, root) for entry in entries if entry.suffix in READABLE})
 
 
 def _contained(entry: Path, root: Path) -> Path:
-    """The real file behind `entry`, which must lie in `root` or in the blobs of the hub cache it belongs to."""
+    """`entry`, if the file behind it lies in `root` or in the blobs of the hub cache it belongs to."""
     try:
         real = entry.resolve(strict=True)
     except (OSError, RuntimeError):
@@ -104,4 +104,4 @@ def _contained(entry: Path, root: Path) -> Path:
         raise ModelError(f"{entry}: is a link that leads out of the model's folder", "put the file itself there")
     if not real.is_file():
         raise ModelError(f"{entry}: is not a regular file", "remove it or download the model again")
-    return real
+    return entry

@@ -74,8 +74,12 @@ def read_rope(config: Fields, head_dim: int, context: int) -> Rope:
     if kind == "ntk":
         return _read_ntk(table, theta, rotary_dim)
     original = _read_original_context(table, config, context)
-    readers = {"llama3": _read_llama3, "yarn": _read_yarn, "longrope": _read_longrope}
-    return readers[kind](table, theta, rotary_dim, original, context)
+    if kind == "llama3":
+        return _read_llama3(table, theta, rotary_dim, original)
+    stretch = context / original
+    if kind == "yarn":
+        return _read_yarn(table, theta, rotary_dim, original, stretch)
+    return _read_longrope(table, theta, rotary_dim, original, stretch)
 
 
 def _find_table(config: Fields) -> Fields:
@@ -116,7 +120,7 @@ def _read_ntk(table: Fields, theta: float, rotary_dim: int) -> Rope:
     return Rope("ntk", theta, rotary_dim, alpha)
 
 
-def _read_llama3(table: Fields, theta: float, rotary_dim: int, original: int, _context: int) -> Rope:
+def _read_llama3(table: Fields, theta: float, rotary_dim: int, original: int) -> Rope:
     low = table.number("low_freq_factor", MIN_FACTOR, MAX_FACTOR)
     high = table.number("high_freq_factor", MIN_FACTOR, MAX_FACTOR)
     if low >= high:
@@ -125,12 +129,12 @@ def _read_llama3(table: Fields, theta: float, rotary_dim: int, original: int, _c
     return Rope("llama3", theta, rotary_dim, factor, original, low_freq_factor=low, high_freq_factor=high)
 
 
-def _read_yarn(table: Fields, theta: float, rotary_dim: int, original: int, context: int) -> Rope:
+def _read_yarn(table: Fields, theta: float, rotary_dim: int, original: int, stretch: float) -> Rope:
     return Rope(
         "yarn",
         theta,
         rotary_dim,
-        factor=table.number("factor", MIN_FACTOR, MAX_FACTOR, context / original),
+        factor=table.number("factor", MIN_FACTOR, MAX_FACTOR, stretch),
         original_context=original,
         beta_fast=table.number("beta_fast", 0.0, MAX_FACTOR, 0.0) or 32.0,
         beta_slow=table.number("beta_slow", 0.0, MAX_FACTOR, 0.0) or 1.0,
@@ -141,7 +145,7 @@ def _read_yarn(table: Fields, theta: float, rotary_dim: int, original: int, cont
     )
 
 
-def _read_longrope(table: Fields, theta: float, rotary_dim: int, original: int, context: int) -> Rope:
+def _read_longrope(table: Fields, theta: float, rotary_dim: int, original: int, stretch: float) -> Rope:
     count = rotary_dim // 2
     short = table.numbers("short_factor", count, MIN_FACTOR, MAX_FACTOR)
     long = table.numbers("long_factor", count, MIN_FACTOR, MAX_FACTOR)
@@ -149,7 +153,7 @@ def _read_longrope(table: Fields, theta: float, rotary_dim: int, original: int, 
         "longrope",
         theta,
         rotary_dim,
-        factor=table.number("factor", MIN_FACTOR, MAX_FACTOR, context / original),
+        factor=table.number("factor", MIN_FACTOR, MAX_FACTOR, stretch),
         original_context=original,
         attention_factor=table.optional_number("attention_factor", MIN_FACTOR, MAX_FACTOR),
         factors=(short, long),

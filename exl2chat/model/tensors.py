@@ -29,7 +29,7 @@ ITEM_SIZES: Mapping[str, int] = {
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
 DTYPES: Mapping[str, type[np.generic]] = {
-    "U8": np.uint8, "I16": np.int16, "I32": np.int32, "I64": np.int64,
+    "I16": np.int16, "I32": np.int32, "I64": np.int64,
     "F16": np.float16, "BF16": np.uint16, "F32": np.float32,
 }  # fmt: skip
 FLOATS = frozenset({"F16", "BF16", "F32"})
@@ -68,10 +68,10 @@ def read_tensor_index(folder: ModelFolder) -> Mapping[str, TensorInfo]:
     weight_map = _read_weight_map(folder)
     listed = set(weight_map.values())
     if not listed & present:
-        return _merge(_read_header(folder.files[name], folder.where(name)) for name in sorted(present))
+        return _merge(_read_header(folder.files[name]) for name in sorted(present))
     for name in sorted(listed - present):
         raise ModelError(f"{folder.where(name)}: this shard is in the index but not there", "download the model again")
-    headers = {name: _read_header(folder.files[name], folder.where(name)) for name in sorted(listed)}
+    headers = {name: _read_header(folder.files[name]) for name in sorted(listed)}
     for tensor, name in weight_map.items():
         if tensor not in headers[name]:
             raise ModelError(f"{folder.where(name)}: tensor {tensor[:80]!r} of the index is not there", _REMEDY)
@@ -121,39 +121,39 @@ def _merge(headers: Iterable[Mapping[str, TensorInfo]]) -> Mapping[str, TensorIn
     return merged
 
 
-def _read_header(file: Path, where: str) -> Mapping[str, TensorInfo]:
+def _read_header(file: Path) -> Mapping[str, TensorInfo]:
     try:
         size = file.stat().st_size
         with file.open("rb") as handle:
             length = int.from_bytes(handle.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER):
-                raise ModelError(f"{where}: the header says {length} bytes in a file of {size}", _REMEDY)
+                raise ModelError(f"{file}: the header says {length} bytes in a file of {size}", _REMEDY)
             raw = handle.read(length)
     except OSError as fault:
-        raise ModelError(f"{where}: {fault.strerror}", "check the file and its permissions") from None
-    header = parse_object(raw, f"{where} (header)")
+        raise ModelError(f"{file}: {fault.strerror}", "check the file and its permissions") from None
+    header = parse_object(raw, f"{file} (header)")
     header.pop("__metadata__", None)
     if len(header) > MAX_TENSORS:
-        raise ModelError(f"{where}: {len(header)} tensors, over {MAX_TENSORS}", "this is no model we can load")
-    tensors = {name: _read_entry(name, entry, file, 8 + length, where) for name, entry in header.items()}
-    _check_layout(tensors.values(), 8 + length, size, where)
+        raise ModelError(f"{file}: {len(header)} tensors, over {MAX_TENSORS}", "this is no model we can load")
+    tensors = {name: _read_entry(name, entry, file, 8 + length) for name, entry in header.items()}
+    _check_layout(tensors.values(), file, 8 + length, size)
     return tensors
 
 
-def _read_entry(name: str, entry: Any, file: Path, base: int, where: str) -> TensorInfo:
+def _read_entry(name: str, entry: Any, file: Path, base: int) -> TensorInfo:
     if not _NAME.fullmatch(name):
-        raise ModelError(f"{where}: a tensor is called {name[:40]!r}", "letters, digits, '.', '_' and '-' are allowed")
+        raise ModelError(f"{file}: a tensor is called {name[:40]!r}", "letters, digits, '.', '_' and '-' are allowed")
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, span = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
-        raise ModelError(f"{where}: tensor {name} has dtype {reprlib.repr(dtype)}, which we do not know", _REMEDY)
+        raise ModelError(f"{file}: tensor {name} has dtype {reprlib.repr(dtype)}, which we do not know", _REMEDY)
     if not _is_sizes(shape) or len(shape) > MAX_RANK:
-        raise ModelError(f"{where}: tensor {name} has shape {reprlib.repr(shape)}", _REMEDY)
+        raise ModelError(f"{file}: tensor {name} has shape {reprlib.repr(shape)}", _REMEDY)
     if not _is_sizes(span) or len(span) != 2:
-        raise ModelError(f"{where}: tensor {name} has data_offsets {reprlib.repr(span)}", _REMEDY)
+        raise ModelError(f"{file}: tensor {name} has data_offsets {reprlib.repr(span)}", _REMEDY)
     start, end = span
     if end - start != math.prod(shape) * ITEM_SIZES[dtype]:
-        raise ModelError(f"{where}: tensor {name} of {dtype} {shape} does not take {end - start} bytes", _REMEDY)
+        raise ModelError(f"{file}: tensor {name} of {dtype} {shape} does not take {end - start} bytes", _REMEDY)
     return TensorInfo(name, file, dtype, tuple(shape), base + start, base + end)
 
 
@@ -161,12 +161,12 @@ def _is_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 48 for item in value)
 
 
-def _check_layout(tensors: Iterable[TensorInfo], base: int, size: int, where: str) -> None:
+def _check_layout(tensors: Iterable[TensorInfo], file: Path, base: int, size: int) -> None:
     """The data area is tiled without hole or overlap, to the last byte of the file."""
     position = base
     for info in sorted(tensors, key=lambda info: (info.start, info.end)):
         if info.start != position:
-            raise ModelError(f"{where}: tensor {info.name} starts at byte {info.start}, not at {position}", _REMEDY)
+            raise ModelError(f"{file}: tensor {info.name} starts at byte {info.start}, not at {position}", _REMEDY)
         position = info.end
     if position != size:
-        raise ModelError(f"{where}: is {size} bytes long; its header describes {position}", _REMEDY)
+        raise ModelError(f"{file}: is {size} bytes long; its header describes {position}", _REMEDY)
