@@ -29,7 +29,7 @@ _ITEM = re.compile(r"( *)([-*+]|\d{1,9}[.)]) +(\S.*)$")
 _RULE = re.compile(r" {0,3}([-*_])(?: *\1){2,} *$")
 _DELIMITER = re.compile(r" *\|? *:?-+:? *(?:\| *:?-+:? *)+\|? *$|^ *\| *:?-+:? *\| *$")
 _CODE_SPAN = re.compile(r"\\.|(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
-_PAIR = re.compile(r"(\*\*|\*|__|_|~~)(?=\S)[^*_~]*?(?<=\S)\1|!?\[[^\[\]]*\](?:\([^()]*\))?", re.DOTALL)
+_PAIR = re.compile(r"(\*\*|\*|__|_|~~)(?=\S)[^*_~]+?(?<=\S)\1|!?\[[^\[\]]*\](?:\([^()]*\)|(?!\())", re.DOTALL)
 _OPENER = re.compile(r"[`\[]|(?:\*+|~~|(?<!\w)_+)(?=[^\s*_~])|\]\([^)]*$")
 _BREAK = re.compile(r"\s|[\u3000-\u9fff\uac00-\ud7a3\uff00-\uff60]")
 
@@ -135,7 +135,14 @@ class Splitter:
         return line
 
     def _line(self, line: str) -> None:
-        """Take a line, or the next bit of a long one."""
+        """Take a line, or the next bit of a long one. Long prose goes on in a new block where nothing inline is open."""
+        self._place(line)
+        block = self._open
+        prose = block is not None and block.kind in ("paragraph", "item") and len(block.text) >= PIECE
+        if block and prose and (len(block.text) >= LONGEST_PIECE or is_closed(block.text)):
+            self._cut()
+
+    def _place(self, line: str) -> None:
         kind = self._open.kind if self._open else None
         if self._midline and self._open:
             self._extend(line, "")
@@ -207,10 +214,9 @@ class Splitter:
         rest, _, header = before.text.rpartition("\n")
         self._open = replace(before, text=rest) if rest else None
         gap = before.gap or bool(rest)
-        self._header = f"{header}\n{delimiter.strip()}"
-        self._start(Block("table", self._header, indent=before.indent, quote=before.quote))
-        if self._open:
-            self._open = replace(self._open, gap=gap)
+        both = f"{header}\n{delimiter.strip()}"
+        self._start(Block("table", both, indent=before.indent, quote=before.quote))
+        self._header, self._open = both, replace(self._open, gap=gap) if self._open else None
 
     def _table_row(self, line: str) -> None:
         if self._open and self._open.text.count("\n") > TABLE_ROWS:
@@ -225,14 +231,10 @@ class Splitter:
         self._started, self._blank, self._fresh = True, False, not block.text
 
     def _extend(self, text: str, glue: str) -> None:
-        """Append to the open block. Long prose goes on in another block where nothing inline is open."""
-        if self._open is None:
-            return
-        self._open = block = replace(self._open, text=self._open.text + glue + text)
-        self._fresh = False
-        prose = block.kind in ("paragraph", "item")
-        if prose and len(block.text) >= PIECE and (len(block.text) >= LONGEST_PIECE or is_closed(block.text)):
-            self._cut()
+        """Append to the open block."""
+        if self._open:
+            self._open = replace(self._open, text=self._open.text + glue + text)
+            self._fresh = False
 
     def _cut(self, text: str = "") -> None:
         """The open block is final; what follows is joined to it and begins with `text`."""
