@@ -369,8 +369,8 @@ class Controller:
     def _draft(self) -> None:
         """Write down what came of the reply since the last time."""
         self._draft_timer = None
-        if self._reply:
-            self.session.draft(self._reply.id, self._reply.parent, self._reply.undrafted())
+        if reply := self._reply:
+            self.session.draft(reply.id, reply.parent, reply.undrafted(), reply.model)
             self._watch_disk()
 
     def _watch_disk(self) -> None:

@@ -47,12 +47,13 @@ class Title(msgspec.Struct, frozen=True, tag_field="k", tag="title"):
     title: str
 
 
-class Draft(msgspec.Struct, frozen=True, tag_field="k", tag="draft"):
+class Draft(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="k", tag="draft"):
     """More text of the reply `id` to `parent`, which is still being generated."""
 
     id: str
     parent: str | None
     text: str
+    model: str = ""
 
 
 Record = Set | Title | Draft | Message | Head

@@ -139,9 +139,9 @@ class Session:
             self.settings = dict(values)
             self._write(Set(dict(values)), durable=False)
 
-    def draft(self, id: str, parent: str | None, text: str) -> None:
-        """Write down `text`, the next part of a reply that is still being generated."""
-        self._write(Draft(id, parent, text), durable=False)
+    def draft(self, id: str, parent: str | None, text: str, model: str = "") -> None:
+        """Write down `text`, the next part of a reply that `model` is still generating."""
+        self._write(Draft(id, parent, text, model), durable=False)
 
     def fork(self) -> "Session":
         """A new session that begins with this one's path; it is saved from its next message on."""
@@ -153,8 +153,8 @@ class Session:
 
     def discard(self) -> Path | None:
         """Move the file to the folder `.trash` beside it and close; where it went. ChatError when it cannot be."""
-        self.close()
-        if self._file is None:
+        if self._file is None or not self._file.path.exists():
+            self._file = None
             return None
         source, trash = self._file.path, private_folder(self._file.path.parent / ".trash")
         try:
@@ -162,6 +162,7 @@ class Session:
             fsync_folder(source.parent)
         except OSError as fault:
             raise ChatError(f"{source}: {fault.strerror}", "the session stays where it is") from None
+        self.close()
         return trash / source.name
 
     def close(self) -> None:
@@ -195,7 +196,7 @@ class Session:
         if log.torn:
             yield f"the last line of the session file was cut short by a crash ({len(log.torn)} bytes)"
         for draft in log.drafts:
-            self.add(Message(draft.id, draft.parent, "assistant", draft.text, now(), stop="crash"))
+            self.add(Message(draft.id, draft.parent, "assistant", draft.text, now(), "crash", model=draft.model))
             yield f"recovered {len(draft.text)} characters of a reply that a crash interrupted"
 
 

@@ -95,10 +95,11 @@ def test_an_interrupted_reply_becomes_a_message(paths: Paths) -> None:
     session = make(paths, "hello", 1000)
     assert session.file is not None
     with session.file.open("ab") as file:
-        file.write(dump(Draft("a1", "u1", "Once upon")) + dump(Draft("a1", "u1", " a time")))
+        file.write(dump(Draft("a1", "u1", "Once upon", "SmolLM2")) + dump(Draft("a1", "u1", " a time")))
     again = Session.open(session.file, paths)
     assert again.notices == ("recovered 16 characters of a reply that a crash interrupted",)
-    assert (again.path[-1].text, again.path[-1].stop) == ("Once upon a time", "crash")
+    reply = again.path[-1]
+    assert (reply.text, reply.stop, reply.model) == ("Once upon a time", "crash", "SmolLM2")
     again.close()
     assert Session.open(session.file, paths).notices == ()
 
