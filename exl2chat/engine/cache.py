@@ -1,7 +1,8 @@
 """The KV cache: keys and values of the tokens a model has seen, in pages of 256 tokens.
 
-Storage is one tensor [layers, 2, pages, 256, G, D] (0: keys after RoPE, 1: values). A sequence's pages follow each
-other, so that tokens [0, n) of a layer are a view: nothing is gathered.
+Storage is one tensor [layers, 2, G, pages, 256, D] (0: keys after RoPE, 1: values). A sequence's pages follow each
+other, so that tokens [0, n) of a layer are a view: nothing is gathered. Heads lie outside of tokens because attention
+of one token over 2048 then takes 0.27 ms a layer, not 0.39 (3 heads of 64, one core).
 """
 
 import math
@@ -21,7 +22,7 @@ PAGE = 256
 class Span:
     """Room for new tokens in every layer, and what they may look at. T new tokens, S with those before them.
 
-    cos, sin: [T, 1, R]. new[layer]: [2, T, G, D], to be written. seen[2 * layer] keys and seen[2 * layer + 1] values,
+    cos, sin: [T, 1, 2, R / 2]. new[layer]: [2, G, T, D], to be written. seen[2 * layer] keys and seen[2 * layer + 1] values,
     [1, G, S, D]: the same memory.
     """
 
@@ -52,10 +53,9 @@ class KVCache:
             raise ContextError(
                 f"{end} tokens do not fit the context of {self.capacity}", "shorten the conversation or raise --ctx"
             )
-        layers, _, _, _, heads, size = self.storage.shape
-        rows = self.storage.view(layers, 2, -1, heads, size)
-        new = rows[:, :, start:end].unbind(0)
-        seen = rows.flatten(0, 1)[:, :end].transpose(1, 2).unsqueeze(1).unbind(0)
+        rows = self.storage.flatten(3, 4)
+        new = rows[:, :, :, start:end].unbind(0)
+        seen = rows[:, :, :, :end].flatten(0, 1).unsqueeze(1).unbind(0)
         return Span(*self.rope.rows(start, end), new, seen)
 
     def truncate(self, length: int) -> None:
@@ -69,8 +69,8 @@ def cache_bytes(config: ModelConfig, context: int, device: torch.device, dtype: 
 
 
 def storage_shape(config: ModelConfig, context: int) -> tuple[int, ...]:
-    """[layers, 2, pages, PAGE, G, D]."""
-    return (config.num_layers, 2, -(-context // PAGE), PAGE, config.num_kv_heads, config.head_dim)
+    """[layers, 2, G, pages, PAGE, D]."""
+    return (config.num_layers, 2, config.num_kv_heads, -(-context // PAGE), PAGE, config.head_dim)
 
 
 def storage_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:

@@ -15,10 +15,10 @@ from exl2chat.model.config import Rope
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """Rotations by position, float32 [positions, 1, rotary_dim] each.
+    """Rotations by position, float32 [positions, 1, 2, rotary_dim / 2] each.
 
-    A head x turns to x * cos + swap(x) * sin, where swap exchanges the two halves of the rotated dimensions: `sin` is
-    negative in its first half, so that the swap needs no sign.
+    A head x, its rotated dimensions as two halves [2, rotary_dim / 2], turns to x * cos + flip(x) * sin, where flip
+    exchanges the halves: `sin` is negative in the first, so that flipping needs no sign.
     """
 
     cos: Tensor
@@ -35,8 +35,8 @@ def make_table(rope: Rope, context: int, device: torch.device) -> RopeTable:
     angles = torch.outer(torch.arange(context, dtype=torch.float64), frequencies(rope, context))
     cos, sin = angles.cos() * attention_factor(rope), angles.sin() * attention_factor(rope)
     return RopeTable(
-        torch.cat((cos, cos), -1).unsqueeze(1).to(device, torch.float32),
-        torch.cat((-sin, sin), -1).unsqueeze(1).to(device, torch.float32),
+        torch.stack((cos, cos), 1).unsqueeze(1).to(device, torch.float32),
+        torch.stack((-sin, sin), 1).unsqueeze(1).to(device, torch.float32),
     )
 
 

@@ -88,20 +88,20 @@ class Transformer:
     def _attend(
         self, x: Tensor, layer: LayerWeights, span: Span, new: Tensor, view: tuple[Tensor, Tensor, Tensor | None]
     ) -> None:
-        """x += attention(norm(x)); the new keys and values go to `new` [2, T, G, D], which `view` looks at."""
+        """x += attention(norm(x)); the new keys and values go to `new` [2, G, T, D], which `view` looks at."""
         config, ops = self.config, self.ops
         groups, size = config.num_kv_heads, config.head_dim
         qkv = layer.qkv(ops.rms_norm(x, layer.attention_norm)).to(new.dtype)
         qkv = qkv.view(x.shape[0], -1, size)
         turned = qkv[:, :-groups]
         if layer.head_norm is not None:
-            turned = ops.rms_norm(turned, layer.head_norm)
+            turned.copy_(ops.rms_norm(turned, layer.head_norm))
         ops.rope_(turned, span.cos, span.sin)
-        q, k = turned[:, :-groups], turned[:, -groups:]
-        new[0].copy_(k)
-        new[1].copy_(qkv[:, -groups:])
+        new.copy_(qkv[:, -2 * groups :].unflatten(1, (2, groups)).permute(1, 2, 0, 3))
         keys, values, mask = view
-        mixed = ops.attention(q, keys, values, config.attention_scale, mask, config.attention_softcap)
+        mixed = ops.attention(
+            qkv[:, : -2 * groups], keys, values, config.attention_scale, mask, config.attention_softcap
+        )
         self._add(x, layer.o(mixed), layer.attention_post_norm)
 
     def _feed_forward(self, x: Tensor, layer: LayerWeights) -> None:

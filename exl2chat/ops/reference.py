@@ -20,11 +20,11 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def rope_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn x [T, H, D] in place: its first R dimensions by cos and sin [T, 1, R] (see engine/rope.py)."""
-    size = cos.shape[-1]
-    turned = x[..., :size] if size < x.shape[-1] else x
-    swapped = turned.roll(size // 2, -1)
-    turned.mul_(cos).addcmul_(swapped, sin)
+    """Turn the first R dimensions of x [T, H, D] in place, by cos and sin [T, 1, 2, R / 2] (see engine/rope.py)."""
+    size = 2 * cos.shape[-1]
+    halves = (x if size == x.shape[-1] else x[..., :size]).unflatten(-1, (2, -1))
+    swapped = halves.flip(2)
+    halves.mul_(cos).addcmul_(swapped, sin)
 
 
 def visible(count: int, total: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -66,9 +66,8 @@ def _capped_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, mas
 
 def gate(x: Tensor, activation: str) -> Tensor:
     """activation(gate) * up: x [T, 2 * I] holds gate, then up; [T, I]. "silu", or "gelu_tanh" (the tanh formula)."""
-    half = x.shape[-1] // 2
-    opened = F.silu(x[:, :half]) if activation == "silu" else F.gelu(x[:, :half], approximate="tanh")
-    return opened.mul_(x[:, half:])
+    opened, up = x.chunk(2, -1)
+    return (F.silu(opened) if activation == "silu" else F.gelu(opened, approximate="tanh")).mul_(up)
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
