@@ -195,3 +195,8 @@ def read_config(path: Path) -> dict[str, Value]:
 def child_environment(defaults: Mapping[str, str]) -> dict[str, str]:
     """The environment for a process we start: ours, and `defaults` where it says nothing."""
     return {**defaults, **os.environ}
+
+
+def terminal_only_prints() -> bool:
+    """Whether the terminal says that it obeys no escape sequences, or its user that none are wanted (ACCESSIBLE)."""
+    return os.environ.get("TERM", "dumb") == "dumb" or os.environ.get("ACCESSIBLE", "") not in ("", "0")

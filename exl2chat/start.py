@@ -1,10 +1,17 @@
 """`exl2chat` without a command: the chat itself."""
 
 import argparse
+import asyncio
+import dataclasses
 import sys
+from typing import TYPE_CHECKING
 
 from exl2chat.paths import Paths
-from exl2chat.settings import Settings
+from exl2chat.settings import Settings, terminal_only_prints
+
+if TYPE_CHECKING:
+    from exl2chat.chat.controller import Controller
+    from exl2chat.chat.events import ChatEvent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ID",
         help="go on with the last chat, or with the one that has this id, title or file (`exl2chat sessions`)",
     )
+    parser.add_argument("--plain", action="store_true", help="line by line, for terminals that only print (TERM=dumb)")
 
 
 def main(args: argparse.Namespace, settings: Settings, paths: Paths) -> int:
@@ -27,7 +35,31 @@ def main(args: argparse.Namespace, settings: Settings, paths: Paths) -> int:
     from exl2chat.chat.controller import Controller
     from exl2chat.chat.session import Session
     from exl2chat.link.choose import choose_engine
-    from exl2chat.ui.app import run_app
 
     session = Session.open(args.resume, paths) if args.resume else Session.create(paths)
-    return run_app(Controller(choose_engine(args.engine, paths), settings, paths, session), paths)
+    controller = Controller(choose_engine(args.engine, paths), settings, paths, session)
+    if args.plain or terminal_only_prints():
+        from exl2chat import plain
+
+        return asyncio.run(plain.chat(controller))
+    from exl2chat.ui.app import run_app
+
+    _complete_models(controller, paths)
+    return run_app(controller, paths)
+
+
+def _complete_models(controller: "Controller", paths: Paths) -> None:
+    """Let `/model` complete the models that are here. Looking for them takes a while: it waits until one is loaded."""
+    from exl2chat.chat.events import ModelReady
+
+    def look() -> None:
+        from exl2chat.model.hub import local_models
+
+        models = tuple(name for name, _ in local_models(paths))
+        controller.names = dataclasses.replace(controller.names, models=models)
+
+    def hear(event: "ChatEvent") -> None:
+        if isinstance(event, ModelReady):
+            asyncio.get_running_loop().run_in_executor(None, look)
+
+    controller.subscribe(hear)

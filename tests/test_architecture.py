@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from exl2chat import errors
+from exl2chat.chat.commands import COMMANDS
 from exl2chat.settings import OPTIONS
 
 REPOSITORY = Path(__file__).parent.parent
@@ -30,8 +31,9 @@ ALLOWED = {
     "ui": ("chat", "link.protocol"),
     "cli": (),
     "__main__": ("cli",),
-    "start": ("chat", "link", "ui", "run"),
+    "start": ("chat", "link", "ui", "run", "plain", "model"),
     "run": ("chat", "link"),
+    "plain": ("chat",),
     "pull": ("model",),
     "bench": ("engine", "ops", "model"),
     "sessions": ("chat",),
@@ -161,6 +163,12 @@ def test_every_option_has_help():
 def test_the_readme_lists_every_option_as_the_table_has_it():
     readme = (REPOSITORY / "README.md").read_text("utf-8")
     rows = [f"| `{option.flag}` | `{option.env}` | {option.help} |" for option in OPTIONS]
+    assert not [row for row in rows if row not in readme]
+
+
+def test_the_readme_lists_every_command_of_the_chat():
+    readme = (REPOSITORY / "README.md").read_text("utf-8").replace("\\|", "|")
+    rows = [f"| `{f'/{command.name} {command.syntax}'.strip()}` | {command.summary} |" for command in COMMANDS]
     assert not [row for row in rows if row not in readme]
 
 

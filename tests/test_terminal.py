@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from exl2chat.link.scripted import Say, Script
+from exl2chat.link.scripted import Hold, Say, Script
 
 MODEL = Path(__file__).parent / "data" / "golden" / "llama-6.0bpw-exl2"
 PATIENCE = 60  # seconds until something awaited counts as missing; nothing here waits that long when it works
@@ -28,14 +28,14 @@ MODES = ("1049", "1000", "1003", "1004", "2004")
 class Terminal:
     """A chat in a pseudo terminal of 100 by 30 cells."""
 
-    def __init__(self, *flags):
+    def __init__(self, *flags, **environment):
         self._leader, follower = pty.openpty()
         fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
         self._follower = follower
         self.modes_before = termios.tcgetattr(follower)
         command = [sys.executable, "-m", "exl2chat", *map(str, flags)]
         streams = {"stdin": follower, "stdout": follower, "stderr": follower}
-        environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
+        environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor", **environment}
         self.process = subprocess.Popen(command, **streams, env=environment, start_new_session=True)
         self.output = ""  # since the last `see`
         self.record = ""  # from the beginning
@@ -92,12 +92,12 @@ def chat(tmp_path):
     """Start a chat with the given flags; all are ended after the test."""
     started = []
 
-    def start(*flags, script=None):
+    def start(*flags, script=None, **environment):
         if script:
             file = tmp_path / "script.json"
             file.write_bytes(msgspec.json.encode(script))
             flags += ("--engine", f"scripted:{file}")
-        terminal = Terminal("--home", tmp_path / "home", *flags)
+        terminal = Terminal("--home", tmp_path / "home", *flags, **environment)
         started.append(terminal)
         return terminal
 
@@ -136,6 +136,24 @@ def test_a_signal_leaves_the_terminal_as_it_was(chat, number):
     terminal.process.send_signal(number)
     terminal.leave()
     assert terminal.restored()
+
+
+@pytest.mark.parametrize(("flags", "term"), [(("--plain",), "xterm-256color"), ((), "dumb")])
+def test_a_plain_chat_writes_no_escape_sequence(chat, tmp_path, flags, term):
+    terminal = chat(*flags, TERM=term, script=Script(replies=((Say("Bon\x1b[2Jjour."),), (Say("half"), Hold()))))
+    terminal.see("scripted is ready")
+    terminal.type("hello\n")
+    terminal.see("jour.")
+    terminal.type("/nonsense\n")
+    terminal.see("error")
+    terminal.type("again\n")
+    terminal.see("half")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.see("(stopped)")
+    terminal.type("/quit\n")
+    assert terminal.leave() == 0
+    assert "\x1b" not in terminal.record
+    assert [text for _, text in messages(tmp_path)] == ["hello", "Bon\x1b[2Jjour.", "again", "half"]
 
 
 def test_a_saved_chat_is_resumed(chat, tmp_path):

@@ -1,0 +1,113 @@
+"""The chat line by line: for terminals that only print, and for screen readers. Not one escape sequence is written."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from exl2chat.chat.controller import Controller
+from exl2chat.chat.events import (
+    ChatEvent,
+    ChooseSession,
+    ChooseTheme,
+    FillPrompt,
+    LoadProgress,
+    ModelDown,
+    ModelReady,
+    Notice,
+    PathChanged,
+    QuitRequested,
+    ReplyFinished,
+    ReplyStarted,
+    ReplyText,
+    ShowPage,
+)
+from exl2chat.chat.session import list_sessions
+from exl2chat.safetext import Scrubber, scrub, scrub_line
+
+
+async def chat(controller: Controller) -> int:
+    """Obey the lines typed at the standard input, a terminal, until it ends or the user quits; the exit status."""
+    loop = asyncio.get_running_loop()
+    lines = asyncio.StreamReader()
+    screen = _Screen(controller, quit=lines.feed_eof)
+
+    def take_input() -> None:  # a terminal is readable when it has a whole line, so this does not wait
+        if data := os.read(sys.stdin.fileno(), 65536):
+            lines.feed_data(data)
+        else:
+            loop.remove_reader(sys.stdin.fileno())
+            lines.feed_eof()
+
+    loop.add_reader(sys.stdin.fileno(), take_input)
+    loop.add_signal_handler(signal.SIGINT, screen.interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, lines.feed_eof)
+    controller.subscribe(screen.show)
+    try:
+        await controller.start()
+        while not lines.at_eof() and (line := await lines.readline()):
+            await controller.submit(line.decode("utf-8", "replace").rstrip("\n"))
+    finally:
+        loop.remove_reader(sys.stdin.fileno())
+        await controller.close()
+    return 0
+
+
+class _Screen:
+    """What the controller says, as lines of text."""
+
+    def __init__(self, controller: Controller, quit: Callable[[], None]) -> None:
+        self._controller = controller
+        self._quit = quit
+        self._scrubber = Scrubber()
+        self._stage = ""
+        self._stopping: asyncio.Task[None] | None = None
+
+    def interrupt(self) -> None:
+        """Stop the reply; with none on its way, leave."""
+        if self._controller.busy:
+            self._stopping = asyncio.create_task(self._controller.stop())
+        else:
+            self._quit()
+
+    def show(self, event: ChatEvent) -> None:
+        """Print what a listener should know of `event`."""
+        match event:
+            case LoadProgress(stage) if stage != self._stage:
+                self._stage = stage
+                print(f"({scrub_line(stage)})", flush=True)
+            case ModelReady(model):
+                print(f"({scrub_line(model.name)} is ready; /help lists the commands)", flush=True)
+            case ModelDown(message, remedy):
+                print(f"(error: {scrub_line(message)}; {scrub_line(remedy)})", flush=True)
+            case Notice(text, level):
+                print(f"({level}: {scrub_line(text)})", flush=True)
+            case ReplyStarted(_, text):
+                self._scrubber = Scrubber()
+                print("Assistant: " + self._scrubber.feed(text), end="", flush=True)
+            case ReplyText(_, text):
+                print(self._scrubber.feed(text), end="", flush=True)
+            case ReplyFinished(message):
+                print(f" ({message.stop})" if message.stop not in ("eos", "stop_string") else "", flush=True)
+            case ShowPage(title, markdown):
+                print(f"{scrub_line(title)}\n{scrub(markdown)}", flush=True)
+            case QuitRequested():
+                self._quit()
+            case _:
+                self._show_choice(event)
+
+    def _show_choice(self, event: ChatEvent) -> None:
+        match event:
+            case FillPrompt(text):
+                print(f"(to send again: {scrub(text)})", flush=True)
+            case PathChanged():
+                for message in self._controller.path[-2:]:
+                    print(f"({message.role}: {scrub_line(message.text)[:200]})", flush=True)
+            case ChooseSession(query):
+                for saved in list_sessions(self._controller.paths):
+                    if query.casefold() in saved.title.casefold():
+                        print(f"(/open {saved.id}  {scrub_line(saved.title)})", flush=True)
+            case ChooseTheme():
+                print("(a plain chat has no colours)", flush=True)
