@@ -17,6 +17,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from exl2chat.errors import ContextError
+
 PRIVATE_USE = range(0x100000, 0x10FFFE)
 
 
@@ -91,7 +93,10 @@ class Disguise:
     def hide(self, text: str) -> str:
         """The character that stands for `text`."""
         if text not in self._marks:
-            self._marks[text] = next(self._free)
+            mark = next(self._free, None)
+            if mark is None:
+                raise ContextError("the conversation uses every private-use character there is", "remove some")
+            self._marks[text] = mark
         return self._marks[text]
 
     def neutralise(self, role: str, text: str) -> str:

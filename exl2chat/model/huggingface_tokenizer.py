@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tokenizers import AddedToken as LibraryToken
+from tokenizers import Encoding
 from tokenizers import Tokenizer as Library
 
 from exl2chat.errors import ModelError
@@ -34,7 +35,7 @@ class HuggingFaceBackend:
     """A `Backend` over the `tokenizers` library. `size` counts added tokens."""
 
     def __init__(self, folder: ModelFolder, description: Mapping[str, Any], tokens: SpecialTokens) -> None:
-        where = folder.where("tokenizer.json")
+        self._where = where = folder.where("tokenizer.json")
         check_description(description, where)
         with library_faults(where):
             self._full = Library.from_str(folder.read_text("tokenizer.json", MAX_TOKENIZER_JSON) or "")
@@ -60,14 +61,19 @@ class HuggingFaceBackend:
         return self._full.token_to_id(token)
 
     def spans(self, text: str) -> Sequence[Span]:
-        encoding = self._full.encode(text, add_special_tokens=False)
+        encoding = self._encoded(self._full, text)
         return [(token_id, start, end) for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)]
 
     def encode(self, text: str) -> list[int]:
-        return self._full.encode(text, add_special_tokens=False).ids
+        return self._encoded(self._full, text).ids
 
     def plain(self, text: str, opening: bool) -> list[int]:
-        return (self._plain if opening else self._plain_inside).encode(text, add_special_tokens=False).ids
+        return self._encoded(self._plain if opening else self._plain_inside, text).ids
+
+    def _encoded(self, library: Library, text: str) -> Encoding:
+        """ModelError where the file's regular expressions give up on `text`."""
+        with library_faults(self._where):
+            return library.encode(text, add_special_tokens=False)
 
     def piece(self, token_id: int) -> Piece:
         token = self._full.id_to_token(token_id)
