@@ -4,10 +4,12 @@ import os
 import re
 import secrets
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+
+import msgspec
 
 from exl2chat.chat.events import Message
 from exl2chat.chat.records import Draft, Header, Log, Record, Set, Title, load
@@ -61,7 +63,8 @@ class Session:
         self.tree = Tree()
         self.settings: Mapping[str, Value] = {}
         self._file: SessionFile | None = None
-        self._unwritten: list[Record | Header] = []
+        self._headless = True  # the file, if there is one, has no header yet
+        self._unwritten: list[Record] = []
 
     @classmethod
     def create(cls, paths: Paths) -> "Session":
@@ -82,10 +85,13 @@ class Session:
         path = which if isinstance(which, Path) else find_session(which, paths)
         file, log = SessionFile.open(path)
         session = cls(path.parent, log.title)
-        session.header = log.header or Header(1, path.stem.rpartition("-")[2], now(), log.title)
         session.tree, session.settings, session._file = log.tree, log.settings, file
-        if log.header is None:
-            session._unwritten.append(session.header)
+        session._headless = log.header is None
+        if log.header:
+            session.header = log.header
+        else:
+            session.header = Header(1, path.stem.rpartition("-")[2], now(), "")
+            session.title = log.title or first_line(log.tree.path)
         session.notices = tuple(session._mend(log))
         return session
 
@@ -115,9 +121,9 @@ class Session:
 
     def add(self, message: Message) -> None:
         """Append `message`, make it the head, and return once it is on disk (or `fault` says why not)."""
+        if not self.title and not self.tree.messages:
+            self.title = first_line((message,))
         self.tree = self.tree.add(message)
-        if not self.title and message.role == "user":
-            self.title = title_of(message.text)
         if self._file is None and self.folder is not None:
             self._name_file(self.folder)
         self._write(message)
@@ -175,14 +181,14 @@ class Session:
             return
         self._unwritten += records
         if self._file:
-            self._file.append(*self._unwritten, durable=durable)
+            header = [msgspec.structs.replace(self.header, title=self.title)] if self._headless else []
+            self._file.append(*header, *self._unwritten, durable=durable)
+            self._headless = False
             self._unwritten.clear()
 
     def _name_file(self, folder: Path) -> None:
         """Name the file by date, title and id; renaming the session never renames it."""
         parts = (self.header.created[:10], slug(self.title), self.id)
-        self.header = Header(1, self.id, self.header.created, self.title, self.header.forked_from)
-        self._unwritten = [self.header, *(record for record in self._unwritten if not isinstance(record, Title))]
         self._file = SessionFile(folder / ("-".join(filter(None, parts)) + SUFFIX))
 
     def _mend(self, log: Log) -> Iterator[str]:
@@ -200,9 +206,10 @@ class Session:
             yield f"recovered {len(draft.text)} characters of a reply that a crash interrupted"
 
 
-def title_of(text: str) -> str:
-    """A title made of the first line of a message."""
-    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+def first_line(messages: Iterable[Message]) -> str:
+    """A title made of the first line that the user wrote."""
+    lines = (line.strip() for message in messages if message.role == "user" for line in message.text.splitlines())
+    line = next(filter(None, lines), "")
     return line if len(line) <= TITLE_LENGTH else line[: TITLE_LENGTH - 1].rstrip() + "…"
 
 
@@ -239,10 +246,9 @@ def _summary(path: Path) -> SessionSummary | None:
     messages = data.count(b'{"k":"msg"')
     if not messages:
         return None
-    renamed = data.rfind(b'\n{"k":"title"') + 1
-    ends = data.find(b"\n", renamed)
+    lines = (data[at : data.find(b"\n", at) + 1] for at in (data.find(b'{"exl2chat":'), data.rfind(b'{"k":"title"')))
     try:
-        log = load(data[: data.find(b"\n") + 1] + data[renamed : ends + 1])
+        log = load(b"".join(lines))
     except SessionError:
         return None
     id = log.header.id if log.header else path.stem.rpartition("-")[2]

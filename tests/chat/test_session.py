@@ -7,7 +7,7 @@ import pytest
 
 from exl2chat.chat.events import Message
 from exl2chat.chat.records import Draft, dump, load
-from exl2chat.chat.session import Session, list_sessions, slug, title_of
+from exl2chat.chat.session import Session, first_line, list_sessions, slug
 from exl2chat.errors import SessionError
 from exl2chat.paths import Paths
 
@@ -117,6 +117,17 @@ def test_damage_is_told_once_per_opening_and_stays_in_the_file(paths: Paths) -> 
     assert [message.text for message in again.path] == ["hello", "still here"]
 
 
+def test_a_session_without_its_first_line_is_still_one(paths: Paths) -> None:
+    session = make(paths, "hello", 1000)
+    assert session.file is not None
+    data = session.file.read_bytes()
+    session.file.write_bytes(b"\0" * data.index(b"\n") + data[data.index(b"\n") :])
+    again = Session.open(session.file, paths)
+    assert (again.id, again.title, again.path) == (session.id, "hello", session.path)
+    again.add(user("u2", "more", "u1"))
+    assert [(saved.id, saved.title) for saved in list_sessions(paths)] == [(session.id, "hello")]
+
+
 def test_a_fork_is_a_copy_of_the_path_on_show(paths: Paths) -> None:
     session = Session.create(paths)
     session.record_settings({"model": "m"})
@@ -159,6 +170,9 @@ def test_slug(title: str, expected: str) -> None:
     assert slug(title) == expected
 
 
-def test_title_of_a_long_message() -> None:
-    assert title_of("\n\n" + "word " * 50).endswith("word…")
-    assert len(title_of("word " * 50)) <= 60
+def test_the_title_is_the_user_s_first_line_cut_short() -> None:
+    title = first_line([Message("a1", None, "assistant", "no"), user("u1", "\n\n" + "word " * 50)])
+    assert title.startswith("word word")
+    assert title.endswith("word…")
+    assert len(title) <= 60
+    assert first_line([]) == ""

@@ -186,4 +186,4 @@ def test_an_empty_file_is_an_empty_session(tmp_path: Path, paths: Paths) -> None
     session.add(TALK[0])
     log = load(path.read_bytes())
     assert log.header is not None
-    assert (log.header.id, log.tree.path) == ("7f3a", (TALK[0],))
+    assert (log.header.id, log.title, log.tree.path) == ("7f3a", "text 0", (TALK[0],))
