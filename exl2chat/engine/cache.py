@@ -22,14 +22,15 @@ PAGE = 256
 class Span:
     """Room for new tokens in every layer, and what they may look at. T new tokens, S with those before them.
 
-    cos, sin: [T, 1, 2, R / 2]. new[layer]: [2, G, T, D], to be written. seen[2 * layer] keys and seen[2 * layer + 1] values,
-    [1, G, S, D]: the same memory.
+    cos, sin: [T, 1, 2, R / 2]. By layer: new [2, G, T, D], to be written; keys and values [1, G, S, D], which end in
+    the same memory.
     """
 
     cos: Tensor
     sin: Tensor
     new: tuple[Tensor, ...]
-    seen: tuple[Tensor, ...]
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
 
 
 class KVCache:
@@ -55,8 +56,8 @@ class KVCache:
             )
         rows = self.storage.flatten(3, 4)
         new = rows[:, :, :, start:end].unbind(0)
-        seen = rows[:, :, :, :end].flatten(0, 1).unsqueeze(1).unbind(0)
-        return Span(*self.rope.rows(start, end), new, seen)
+        seen = rows[:, :, :, :end].unsqueeze(2)
+        return Span(*self.rope.rows(start, end), new, seen[:, 0].unbind(0), seen[:, 1].unbind(0))
 
     def truncate(self, length: int) -> None:
         """Forget every token from `length` on."""

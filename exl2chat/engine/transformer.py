@@ -20,6 +20,17 @@ PREFILL_CHUNK = 512
 
 
 @dataclass(frozen=True, slots=True)
+class View:
+    """The cache as one layer sees it in one step: `new` [2, G, T, D] to be written, keys and values [1, G, S, D] within
+    its window, `mask` as `Ops.visible` made it."""
+
+    new: Tensor
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class Transformer:
     """A model ready to run. Safe to share between caches; one thread at a time."""
 
@@ -54,54 +65,41 @@ class Transformer:
         """
         count = tokens.shape[0]
         span = cache.span(count)
-        views = self._views(span, count)
         x = F.embedding(tokens, self.weights.embedding).float()
         if self.config.embedding_scale != 1:
             x *= self.config.embedding_scale
-        for layer, new, view in zip(self.weights.layers, span.new, views, strict=True):
-            self._attend(x, layer, span, new, view)
+        for layer, view in zip(self.weights.layers, self._views(span, count), strict=True):
+            self._attend(x, layer, span, view)
             self._feed_forward(x, layer)
         cache.length += count
         return self._logits(x[-1:] if last_only else x)
 
-    def _logits(self, x: Tensor) -> Tensor:
-        x = self.ops.rms_norm(x, self.weights.final_norm)
-        logits = self.weights.head(x).float()
-        cap = self.config.logit_softcap
-        return logits if cap is None else self.ops.softcap(logits, cap)
-
-    def _views(self, span: Span, count: int) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-        """(keys, values, mask) of each layer, cut to what its window can reach. A mask is made once per window."""
-        total = span.seen[0].shape[2]
+    def _views(self, span: Span, count: int) -> list[View]:
+        """A view for each layer, cut to what its window can reach. A mask is made once per window."""
+        total = span.keys[0].shape[2]
         masks: dict[int | None, Tensor | None] = {}
         views = []
-        for index, window in enumerate(self.config.windows):
+        for window, new, keys, values in zip(self.config.windows, span.new, span.keys, span.values, strict=True):
             reach = total if window is None else min(total, window + count - 1)
             if window not in masks:
                 masks[window] = self.ops.visible(count, reach, window, self.device)
-            keys, values = span.seen[2 * index], span.seen[2 * index + 1]
             if reach < total:
                 keys, values = keys[:, :, -reach:], values[:, :, -reach:]
-            views.append((keys, values, masks[window]))
+            views.append(View(new, keys, values, masks[window]))
         return views
 
-    def _attend(
-        self, x: Tensor, layer: LayerWeights, span: Span, new: Tensor, view: tuple[Tensor, Tensor, Tensor | None]
-    ) -> None:
-        """x += attention(norm(x)); the new keys and values go to `new` [2, G, T, D], which `view` looks at."""
+    def _attend(self, x: Tensor, layer: LayerWeights, span: Span, view: View) -> None:
+        """x += attention(norm(x)), having put the new keys and values where `view` looks."""
         config, ops = self.config, self.ops
-        groups, size = config.num_kv_heads, config.head_dim
-        qkv = layer.qkv(ops.rms_norm(x, layer.attention_norm)).to(new.dtype)
-        qkv = qkv.view(x.shape[0], -1, size)
-        turned = qkv[:, :-groups]
+        groups = config.num_kv_heads
+        qkv = layer.qkv(ops.rms_norm(x, layer.attention_norm)).float().view(x.shape[0], -1, config.head_dim)
+        turning = qkv[:, :-groups]
         if layer.head_norm is not None:
-            turned.copy_(ops.rms_norm(turned, layer.head_norm))
-        ops.rope_(turned, span.cos, span.sin)
-        new.copy_(qkv[:, -2 * groups :].unflatten(1, (2, groups)).permute(1, 2, 0, 3))
-        keys, values, mask = view
-        mixed = ops.attention(
-            qkv[:, : -2 * groups], keys, values, config.attention_scale, mask, config.attention_softcap
-        )
+            turning.copy_(ops.rms_norm(turning, layer.head_norm))
+        ops.rope_(turning, span.cos, span.sin)
+        q, kv = qkv[:, : -2 * groups], qkv[:, -2 * groups :]
+        view.new.copy_(kv.view(x.shape[0], 2, groups, config.head_dim).permute(1, 2, 0, 3))
+        mixed = ops.attention(q, view.keys, view.values, config.attention_scale, view.mask, config.attention_softcap)
         self._add(x, layer.o(mixed), layer.attention_post_norm)
 
     def _feed_forward(self, x: Tensor, layer: LayerWeights) -> None:
@@ -112,3 +110,8 @@ class Transformer:
 
     def _add(self, x: Tensor, out: Tensor, norm: Norm | None) -> None:
         x += out if norm is None else self.ops.rms_norm(out.float(), norm)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits = self.weights.head(self.ops.rms_norm(x, self.weights.final_norm)).float()
+        cap = self.config.logit_softcap
+        return logits if cap is None else self.ops.softcap(logits, cap)

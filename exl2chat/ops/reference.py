@@ -21,8 +21,8 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 def rope_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Turn the first R dimensions of x [T, H, D] in place, by cos and sin [T, 1, 2, R / 2] (see engine/rope.py)."""
-    size = 2 * cos.shape[-1]
-    halves = (x if size == x.shape[-1] else x[..., :size]).unflatten(-1, (2, -1))
+    half = cos.shape[-1]
+    halves = x[..., : 2 * half].view(*x.shape[:2], 2, half)
     swapped = halves.flip(2)
     halves.mul_(cos).addcmul_(swapped, sin)
 
@@ -43,7 +43,7 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tenso
     Queries of head h use key/value head h // (H / G). cap(s) is c * tanh(s / c), nothing where `cap` is None.
     """
     count, heads, size = q.shape
-    query = q.transpose(0, 1).unsqueeze(0)
+    query = q.transpose(0, 1).unsqueeze(0).to(keys.dtype)
     if cap is not None:
         out = _capped_attention(query, keys, values, scale, mask, cap)
     else:
