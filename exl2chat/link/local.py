@@ -98,11 +98,12 @@ class LocalEngine:
                 self._events.put_nowait(decoder.decode(frame))
         except (ChatError, msgspec.MsgspecError) as fault:
             damage = f"the engine sent damaged data ({fault})"
-        if self._worker is worker:
-            self._worker = None
-            await _end(worker)
-            how = damage or _cause_of_death(worker.returncode or 0)
-            self._events.put_nowait(wire.Died(how + _log_tail(self._paths, log_start)))
+        async with self._starting:  # the next worker must not speak before the death of this one is told
+            if self._worker is worker:
+                self._worker = None
+                await _end(worker)
+                how = damage or _cause_of_death(worker.returncode or 0)
+                self._events.put_nowait(wire.Died(how + _log_tail(self._paths, log_start)))
 
 
 async def _end(worker: Process) -> None:

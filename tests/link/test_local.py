@@ -119,6 +119,21 @@ async def test_close_ends_the_events(engine):
     assert [event async for event in engine.events()] == []
 
 
+async def test_the_worker_leaves_a_core_to_the_screen_unless_told_otherwise(engine, monkeypatch):
+    def setting():
+        entries = Path(f"/proc/{engine.pid}/environ").read_bytes().split(b"\0")
+        return int(next(entry for entry in entries if entry.startswith(b"OMP_NUM_THREADS=")).partition(b"=")[2])
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    await answered(engine)
+    assert 1 <= setting() <= max(1, os.cpu_count() - 1)
+    os.kill(engine.pid, signal.SIGKILL)
+    await first(engine, wire.Died)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    await answered(engine)
+    assert setting() == 3
+
+
 async def test_a_stop_starts_no_worker(engine):
     await engine.send(wire.Stop("a"))
     assert engine.pid is None
