@@ -81,8 +81,7 @@ def _values(name: str) -> Words:
     row = SETTINGS.get(name.replace("-", "_"))
     if row is None:
         return ()
-    words = ("on", "off") if row.kind is bool else row.choices
-    return (*((word, "") for word in words), ("default", "take back what /set said"))
+    return (*((word, "") for word in row.choices), ("default", "take back what /set said"))
 
 
 def _sessions(typed: str, kept: str, paths: Paths) -> list[Completion]:

@@ -142,12 +142,6 @@ class Controller:
         if not isinstance(action, commands.Text):
             await self._obey(action)
         elif action.text.strip():
-            try:
-                self.require_writable()
-            except SessionError as fault:
-                self.emit(FillPrompt(text, replaces))
-                self._report(fault)
-                return
             await self.enqueue(text, replaces)
 
     async def run(self, line: str) -> None:
@@ -266,13 +260,21 @@ class Controller:
         while self._queue and self.phase == "ready" and not self._reply:
             entry = self._queue.popleft()
             action = commands.parse(entry.line)
-            if isinstance(action, commands.Text):
-                await self._send(action.text, entry.replaces)
-            else:
+            if not isinstance(action, commands.Text):
                 await self._obey(action)
+                continue
+            try:
+                await self._send(action.text, entry.replaces)
+            except SessionError as fault:
+                self.emit(FillPrompt(entry.line, entry.replaces))
+                self._report(fault)
 
     async def _send(self, text: str, replaces: str | None) -> None:
-        """Save a message and, if it is the user's, ask for the reply. An edited reply is saved and that is all."""
+        """Save a message and, if it is the user's, ask for the reply; an edited reply is only saved.
+
+        SessionError when the session is read-only.
+        """
+        self.require_writable()
         replaced = self.session.tree.messages.get(replaces or "")
         parent, role = (replaced.parent, replaced.role) if replaced else (self.session.tree.head, "user")
         message = Message(new_id(), parent, role, text, now())
@@ -291,8 +293,6 @@ class Controller:
         async for event in self._engine.events():
             try:
                 await self._handle(event)
-            except ChatError as fault:
-                self._report(fault)
             except Exception as fault:  # a defect here must not leave a chat that never answers again
                 context = {"message": f"handling {type(event).__name__} failed", "exception": fault}
                 asyncio.get_running_loop().call_exception_handler(context)

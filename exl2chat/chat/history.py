@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from exl2chat.errors import ChatError
 from exl2chat.paths import open_private, private_folder
 
 LIMIT = 1000
@@ -50,5 +51,5 @@ def _append(file: Path, text: str) -> None:
             os.write(handle, msgspec.json.encode(text.encode("utf-8", "replace").decode()) + b"\n")
         finally:
             os.close(handle)
-    except OSError:
+    except (OSError, ChatError):
         return

@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 def shown(value: Value) -> str:
     """A setting's value as the user would type it."""
-    if value is None:
-        return "unset"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return str(value)
+    return "unset" if value is None else str(value)
 
 
 def settings_page(settings: Settings) -> str:

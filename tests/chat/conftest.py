@@ -12,7 +12,7 @@ from exl2chat.chat.controller import Controller
 from exl2chat.chat.events import ChatEvent
 from exl2chat.chat.session import Session
 from exl2chat.link import protocol as wire
-from exl2chat.link.scripted import Script, ScriptedEngine
+from exl2chat.link.scripted import Hold, Read, Say, Script, ScriptedEngine
 from exl2chat.paths import Paths
 from exl2chat.settings import Settings
 
@@ -20,6 +20,15 @@ hypothesis.settings.register_profile("patient", deadline=None)  # a busy machine
 hypothesis.settings.load_profile("patient")
 
 E = TypeVar("E", bound=ChatEvent)
+
+
+def replies(*texts: str) -> Script:
+    """A script that answers with `texts` in turn."""
+    return Script(replies=tuple((Read(total=7, cached=2), Say(text)) for text in texts))
+
+
+# The first reply halts after two words until the engine is released.
+HELD = Script(replies=((Read(total=7), Say("one two"), Hold(), Say(" three")), (Say("next"),)))
 
 
 class Chat:

@@ -114,6 +114,8 @@ def offered(line: str, paths: Paths) -> list[str]:
         ("/help und", ["/help undo"]),
         ("/branch p", ["/branch prev"]),
         ("/undo ", []),
+        ("/help undo x", []),
+        ("/export md /nowhere/at/all", []),
         ("/nosuch ", []),
         ("hello", []),
         ("/system a\n/re", []),

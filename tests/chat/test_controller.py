@@ -1,12 +1,11 @@
 """The controller over a scripted engine: what it says, what it asks for, what it keeps."""
 
 import asyncio
-import errno
 
 import msgspec
 import pytest
 
-from exl2chat.chat.controller import Controller
+from exl2chat.chat.completion import Names
 from exl2chat.chat.events import (
     ChatEvent,
     FillPrompt,
@@ -22,22 +21,15 @@ from exl2chat.chat.events import (
     ReplyText,
     SessionChanged,
 )
+from exl2chat.chat.reply import Reply
 from exl2chat.chat.session import Session
 from exl2chat.link import scripted
 from exl2chat.link.protocol import Stop, Turn
-from exl2chat.link.scripted import Die, Fail, Finish, Hold, Progress, Read, Say, Script, ScriptedEngine
+from exl2chat.link.scripted import Die, Fail, Finish, Hold, Progress, Read, Say, Script
 from exl2chat.paths import Paths
 from exl2chat.settings import Settings
 
-from .conftest import Start
-from .faults import FailingDisk
-
-
-def replies(*texts: str) -> Script:
-    return Script(replies=tuple((Read(total=7, cached=2), Say(text)) for text in texts))
-
-
-HELD = Script(replies=((Read(total=7), Say("one two"), Hold(), Say(" three")), (Say("next"),)))
+from .conftest import HELD, Start, replies
 
 
 async def test_a_message_gets_a_reply(start: Start) -> None:
@@ -99,6 +91,8 @@ async def test_messages_typed_while_a_reply_streams_wait_their_turn(start: Start
     await chat.controller.submit("second")
     await chat.until(lambda: chat.controller.reply == (chat.last(ReplyStarted).id, "one two"))
     assert (chat.controller.queued, chat.texts, chat.controller.phase) == (("second",), ["first"], "streaming")
+    assert chat.controller.context_used == 9
+    assert chat.controller.tokens_per_second > 0
     chat.engine.release()
     await chat.until(lambda: len(chat.of(ReplyFinished)) == 2)
     assert chat.texts == ["first", "one two three", "second", "next"]
@@ -324,72 +318,20 @@ async def test_a_listener_that_fails_stops_nothing(start: Start) -> None:
     assert failures == []
 
 
-async def test_the_session_restores_what_was_set_in_it(start: Start, paths: Paths) -> None:
-    chat = await (await start(replies("a"), Session.create(paths))).ready()
-    await chat.say("/model org/other", "/system Be brief.", "/set temperature 0.25", "/theme dark", "hi")
-    id = chat.controller.session.id
-    await chat.say("/new", "/set temperature 1.5", "/system off", "/model smollm2", "hello", f"/open {id}")
-    settings = chat.controller.settings
-    assert (settings["model"], settings["system"]) == ("org/other", "Be brief.")
-    assert settings.lookup("temperature") == (0.25, "session")
-    assert settings["theme"] == "dark"
-    assert chat.loads[-1].model == "org/other"
-    assert chat.texts == ["hi", "a"]
-
-
-async def test_a_flag_wins_over_the_session(start: Start, paths: Paths) -> None:
-    session = Session.create(paths)
-    session.record_settings({"temperature": 0.25, "top_k": 9, "gone": 1, "top_p": "bad"})
-    flags = Settings().with_layer("flag", {"temperature": 1.0})
-    chat = await start(replies("a"), session, flags)
-    settings = chat.controller.settings
-    assert settings.lookup("temperature") == (1.0, "flag")
-    assert settings.lookup("top_k") == (9, "session")
-    assert settings.lookup("top_p")[1] == "default"
-
-
-async def test_a_read_only_session_gives_the_text_back(start: Start, paths: Paths) -> None:
-    first = await (await start(replies("a"), Session.create(paths))).ready()
-    await first.say("hi")
-    second = await (await start(replies("b"), Session.open("last", paths))).ready()
-    await second.say("mine", "/retry", "/rename x", "/delete")
-    assert second.last(FillPrompt).text == "mine"
-    assert [event.text.split(" (")[0] for event in second.of(Notice)[-4:]] == ["this session is read-only"] * 4
-    assert second.texts == ["hi", "a"]
-    await second.say("/fork", "mine")
-    assert second.texts == ["hi", "a", "mine", "b"]
-    assert second.controller.session.id != first.controller.session.id
-
-
-async def test_a_full_disk_is_told_and_the_chat_goes_on(
-    start: Start, paths: Paths, monkeypatch: pytest.MonkeyPatch
+async def test_a_defect_in_handling_one_event_does_not_end_the_chat(
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chat = await (await start(replies("a", "b"), Session.create(paths))).ready()
+    chat = await (await start(replies("a", "b"))).ready()
+    failures: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: failures.append(context))
     with monkeypatch.context() as patch:
-        FailingDisk(patch, range(1, 10_000), errno.ENOSPC)
+        patch.setattr(Reply, "begin", lambda *_: 1 / 0)
         await chat.say("hi")
+    assert isinstance(failures[0]["exception"], ZeroDivisionError)
     assert chat.texts == ["hi", "a"]
-    warnings = [event.text for event in chat.of(Notice) if event.level == "warning"]
-    assert len(warnings) == 1
-    assert "No space left" in warnings[0]
-    assert chat.controller.session.fault is not None
-    await chat.say("more")
-    assert chat.controller.session.fault is None
-    assert "saving works again" in [event.text.split(";")[0] for event in chat.of(Notice)]
-    await chat.controller.close()
-    assert [message.text for message in Session.open("last", paths).path] == ["hi", "a", "more", "b"]
 
 
-async def test_leaving_in_the_middle_keeps_the_text(paths: Paths) -> None:
-    session = Session.create(paths)
-    engine = ScriptedEngine(HELD)
-    controller = Controller(engine, Settings(), paths, session)
-    streamed = asyncio.Event()
-    controller.subscribe(lambda event: streamed.set() if isinstance(event, ReplyText) else None)
-    await controller.start()
-    await controller.submit("hi")
-    await streamed.wait()
-    await controller.close()
-    reply = Session.open("last", paths).path[-1]
-    assert reply.stop == "stopped"
-    assert reply.text.startswith("one")
+async def test_completion_knows_what_the_front_end_knows(start: Start) -> None:
+    chat = await start()
+    chat.controller.names = Names(themes=("nord",))
+    assert [found.text for found in chat.controller.complete("/theme no later", len("/theme no"))] == ["/theme nord"]

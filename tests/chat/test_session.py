@@ -1,14 +1,16 @@
 """Sessions: when they are saved, how they are found, forked and thrown away."""
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
+from exl2chat.chat import store
 from exl2chat.chat.events import Message
 from exl2chat.chat.records import Draft, dump, load
 from exl2chat.chat.session import Session, first_line, list_sessions, slug
-from exl2chat.errors import SessionError
+from exl2chat.errors import ChatError, SessionError
 from exl2chat.paths import Paths
 
 
@@ -126,6 +128,43 @@ def test_a_session_without_its_first_line_is_still_one(paths: Paths) -> None:
     assert (again.id, again.title, again.path) == (session.id, "hello", session.path)
     again.add(user("u2", "more", "u1"))
     assert [(saved.id, saved.title) for saved in list_sessions(paths)] == [(session.id, "hello")]
+
+
+def test_a_session_of_a_newer_version_is_refused_and_not_listed(paths: Paths) -> None:
+    session = make(paths, "hello", 1000)
+    assert session.file is not None
+    session.file.write_bytes(session.file.read_bytes().replace(b'"exl2chat":1', b'"exl2chat":2'))
+    with pytest.raises(SessionError, match="format 2"):
+        Session.open(session.file, paths)
+    assert list_sessions(paths) == []
+
+
+def test_a_session_without_write_permission_is_read_only(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = make(paths, "hello", 1000)
+    assert session.file is not None
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(store, "open_private", refuse)
+    again = Session.open(session.file, paths)
+    assert again.notices == ("this session is read-only (Permission denied): `/fork` goes on in a copy",)
+    assert [message.text for message in again.path] == ["hello"]
+
+
+def test_a_session_that_cannot_be_moved_stays_usable(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session.create(paths)
+    session.add(user("u1", "hello"))
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(ChatError, match="Read-only file system"):
+        session.discard()
+    session.add(user("u2", "more", "u1"))
+    assert session.fault is None
+    assert list_sessions(paths)[0].messages == 2
 
 
 def test_a_fork_is_a_copy_of_the_path_on_show(paths: Paths) -> None:

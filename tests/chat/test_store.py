@@ -61,6 +61,20 @@ def test_a_call_that_fails_costs_nothing_once_the_disk_works_again(
     assert first > 20
 
 
+def test_a_write_that_ends_halfway_is_done_again(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session.create(paths)
+    session.add(TALK[0])
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda handle, data: write(handle, data[: len(data) // 2]))
+        session.add(TALK[1])
+    assert session.fault == "No space left on device"
+    session.add(TALK[2])
+    assert session.fault is None
+    log = load(saved(session))
+    assert (log.tree.path, log.damaged) == (tuple(TALK[:3]), 0)
+
+
 def test_a_fault_is_told_and_taken_back(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session.create(paths)
     session.add(TALK[0])

@@ -1,0 +1,99 @@
+"""The controller and its session: what is remembered, read-only sessions, full disks, leaving."""
+
+import asyncio
+import errno
+
+import pytest
+
+from exl2chat.chat.controller import Controller
+from exl2chat.chat.events import FillPrompt, Notice, ReplyText
+from exl2chat.chat.session import Session
+from exl2chat.link.scripted import Hold, Say, Script, ScriptedEngine
+from exl2chat.paths import Paths
+from exl2chat.settings import Settings
+
+from .conftest import HELD, Start, replies
+from .faults import FailingDisk
+
+
+async def test_the_session_restores_what_was_set_in_it(start: Start, paths: Paths) -> None:
+    chat = await (await start(replies("a"), Session.create(paths))).ready()
+    await chat.say("/model org/other", "/system Be brief.", "/set temperature 0.25", "/theme dark", "hi")
+    id = chat.controller.session.id
+    await chat.say("/new", "/set temperature 1.5", "/system off", "/model smollm2", "hello", f"/open {id}")
+    settings = chat.controller.settings
+    assert (settings["model"], settings["system"]) == ("org/other", "Be brief.")
+    assert settings.lookup("temperature") == (0.25, "session")
+    assert settings["theme"] == "dark"
+    assert chat.loads[-1].model == "org/other"
+    assert chat.texts == ["hi", "a"]
+
+
+async def test_a_flag_wins_over_the_session(start: Start, paths: Paths) -> None:
+    session = Session.create(paths)
+    session.record_settings({"temperature": 0.25, "top_k": 9, "gone": 1, "top_p": "bad"})
+    flags = Settings().with_layer("flag", {"temperature": 1.0})
+    chat = await start(replies("a"), session, flags)
+    settings = chat.controller.settings
+    assert settings.lookup("temperature") == (1.0, "flag")
+    assert settings.lookup("top_k") == (9, "session")
+    assert settings.lookup("top_p")[1] == "default"
+
+
+async def test_a_read_only_session_gives_the_text_back(start: Start, paths: Paths) -> None:
+    first = await (await start(replies("a"), Session.create(paths))).ready()
+    await first.say("hi")
+    second = await (await start(replies("b"), Session.open("last", paths))).ready()
+    await second.say("mine", "/retry", "/rename x", "/delete")
+    assert second.last(FillPrompt).text == "mine"
+    assert [event.text.split(" (")[0] for event in second.of(Notice)[-4:]] == ["this session is read-only"] * 4
+    assert second.texts == ["hi", "a"]
+    await second.say("/fork", "mine")
+    assert second.texts == ["hi", "a", "mine", "b"]
+    assert second.controller.session.id != first.controller.session.id
+
+
+async def test_a_queued_message_is_given_back_when_its_session_turns_out_read_only(start: Start, paths: Paths) -> None:
+    owner = await (await start(replies("a"), Session.create(paths))).ready()
+    await owner.say("hi")
+    chat = await start(Script(load=(Hold(),), replies=((Say("b"),),)))
+    await chat.controller.submit("mine")
+    await chat.controller.submit("/open hi")
+    assert "read-only" in chat.last(Notice).text
+    chat.engine.release()
+    await chat.ready()
+    assert (chat.last(FillPrompt).text, chat.texts, chat.generated) == ("mine", ["hi", "a"], [])
+
+
+async def test_a_full_disk_is_told_and_the_chat_goes_on(
+    start: Start, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = await (await start(replies("a", "b"), Session.create(paths))).ready()
+    with monkeypatch.context() as patch:
+        FailingDisk(patch, range(1, 10_000), errno.ENOSPC)
+        await chat.say("hi")
+    assert chat.texts == ["hi", "a"]
+    warnings = [event.text for event in chat.of(Notice) if event.level == "warning"]
+    assert len(warnings) == 1
+    assert "No space left" in warnings[0]
+    assert chat.controller.session.fault is not None
+    await chat.say("more")
+    assert chat.controller.session.fault is None
+    assert "saving works again" in [event.text.split(";")[0] for event in chat.of(Notice)]
+    await chat.controller.close()
+    assert [message.text for message in Session.open("last", paths).path] == ["hi", "a", "more", "b"]
+
+
+async def test_leaving_in_the_middle_keeps_the_text(paths: Paths) -> None:
+    session = Session.create(paths)
+    engine = ScriptedEngine(HELD)
+    controller = Controller(engine, Settings(), paths, session)
+    streamed = asyncio.Event()
+    controller.subscribe(lambda event: streamed.set() if isinstance(event, ReplyText) else None)
+    await controller.start()
+    await controller.submit("hi")
+    await streamed.wait()
+    await controller.close()
+    reply = Session.open("last", paths).path[-1]
+    assert reply.stop == "stopped"
+    assert reply.text.startswith("one")
