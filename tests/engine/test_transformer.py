@@ -1,0 +1,195 @@
+"""The forward pass against transformers on tiny random models of every architecture, in float32."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import PretrainedConfig
+
+from exl2chat.engine.transformer import Transformer
+from exl2chat.errors import ContextError
+from exl2chat.model.arch import ARCHITECTURES
+from exl2chat.model.checkpoint import open_checkpoint
+from exl2chat.progress import silent
+
+TOLERANCE = 1e-4
+VOCABULARY = 160
+SIZE: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3,
+}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.5, 2.0, 3.0],
+            "long_factor": [2.0, 3.0, 5.0, 9.0], "original_max_position_embeddings": 64}  # fmt: skip
+# One row per architecture and feature. Heads are 16 wide, which hidden / heads is not; Phi3's config has no head_dim.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-multi-query": ("Llama", {"num_key_value_heads": 1}),
+    "llama-multi-head": ("Llama", {"num_key_value_heads": 6}),
+    "llama-llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 7}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-yarn": ("Qwen2", {"rope_parameters": YARN}),
+    "qwen3": ("Qwen3", {}),
+    "gemma2": ("Gemma2", {"sliding_window": 7, "query_pre_attn_scalar": 20, "final_logit_softcapping": 5.0}),
+    "phi3": ("Phi3", {"sliding_window": None}),
+    "phi3-partial": (
+        "Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+    ),
+    "phi3-longrope": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}),
+}  # fmt: skip
+
+
+def make_model(folder: Path, family: str, changes: dict[str, Any]) -> Any:
+    """A random model of transformers, saved to `folder`. Norms and biases too are random: they start as 1 and 0."""
+    head_dim = {} if family == "Phi3" else {"head_dim": 16}
+    config: PretrainedConfig = getattr(transformers, family + "Config")(**{**SIZE, **head_dim, **changes})
+    config._attn_implementation = "eager"
+    torch.manual_seed(3)
+    model = getattr(transformers, family + "ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.normal_(0.5, 0.3)
+            if name.endswith("layers.1.self_attn.k_proj.bias"):
+                parameter.zero_()  # readers leave out a bias of zeros, also beside others
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Transformer]:
+    """A model of transformers and ours over the same files."""
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs = make_model(folder, *VARIANTS[request.param])
+    return theirs, load(folder)
+
+
+def load(folder: Path) -> Transformer:
+    return Transformer.load(open_checkpoint(folder), torch.device("cpu"), torch.float32, silent)
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    """A model with a window, for tests of the cache."""
+    folder = tmp_path_factory.mktemp("window")
+    make_model(folder, *VARIANTS["gemma2"])
+    return load(folder)
+
+
+def tokens(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def test_every_architecture_has_a_variant() -> None:
+    assert {family + "ForCausalLM" for family, _ in VARIANTS.values()} == {n for a in ARCHITECTURES for n in a.names}
+
+
+def test_prefill_matches_transformers(pair: tuple[Any, Transformer]) -> None:
+    theirs, model = pair
+    ids = tokens(50)
+    with torch.inference_mode():
+        expected = theirs(ids.unsqueeze(0)).logits[0]
+    logits = model.forward(ids, model.new_cache(64))
+    assert logits.dtype == torch.float32
+    assert expected.std() > 0.5  # logits that differ, or the tolerance means nothing
+    torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_decoding_step_by_step_matches_transformers(pair: tuple[Any, Transformer]) -> None:
+    theirs, model = pair
+    ids = tokens(40, seed=1)
+    with torch.inference_mode():
+        expected = theirs(ids.unsqueeze(0)).logits[0]
+    cache = model.new_cache(64)
+    steps = [model.forward(ids[:9], cache), *(model.forward(token.view(1), cache) for token in ids[9:])]
+    torch.testing.assert_close(torch.cat(steps), expected, rtol=0, atol=TOLERANCE)
+
+
+def test_longrope_beyond_its_original_context_matches_transformers(tmp_path: Path) -> None:
+    theirs = make_model(tmp_path, *VARIANTS["phi3-longrope"])
+    model = load(tmp_path)
+    ids = tokens(100)
+    with torch.inference_mode():
+        expected = theirs(ids.unsqueeze(0)).logits[0]
+    torch.testing.assert_close(model.forward(ids, model.new_cache(128)), expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 16, 33])
+def test_prefill_in_chunks_equals_one_of_all(ours: Transformer, chunk: int) -> None:
+    ids = tokens(67)
+    whole = ours.forward(ids, ours.new_cache(300))
+    cache = ours.new_cache(300)
+    parts = [ours.forward(part, cache) for part in ids.split(chunk)]
+    assert cache.length == 67
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=TOLERANCE)
+
+
+def test_the_last_logits_alone_are_those_of_the_last_token(ours: Transformer) -> None:
+    ids = tokens(20)
+    whole = ours.forward(ids, ours.new_cache(300))
+    last = ours.forward(ids, ours.new_cache(300), last_only=True)
+    assert last.shape == (1, VOCABULARY)
+    torch.testing.assert_close(last, whole[-1:], rtol=0, atol=TOLERANCE)
+
+
+def test_truncating_and_extending_equals_a_fresh_cache_bit_for_bit(ours: Transformer) -> None:
+    kept, dropped, added = tokens(30), tokens(20, seed=1), tokens(11, seed=2)
+    used, fresh = ours.new_cache(300), ours.new_cache(300)
+    ours.forward(kept, used)
+    ours.forward(dropped, used)
+    used.truncate(len(kept))
+    ours.forward(kept, fresh)
+    assert torch.equal(ours.forward(added, used), ours.forward(added, fresh))
+
+
+def test_the_same_steps_give_the_same_bits(ours: Transformer) -> None:
+    ids = tokens(40)
+    caches = [ours.new_cache(300), ours.new_cache(300)]
+    runs = [[ours.forward(part, cache) for part in (ids[:30], *ids[30:].split(1))] for cache in caches]
+    assert torch.equal(torch.cat(runs[0]), torch.cat(runs[1]))
+
+
+def test_pages_of_the_cache_join_without_a_seam(ours: Transformer) -> None:
+    """Past 256 tokens a second page is written; a window hides the seam of half the layers, not of the others."""
+    ids = tokens(300)
+    whole = ours.forward(ids, ours.new_cache(512))
+    cache = ours.new_cache(512)
+    ours.forward(ids[:250], cache)
+    steps = [ours.forward(token.view(1), cache) for token in ids[250:262]]
+    torch.testing.assert_close(torch.cat(steps), whole[250:262], rtol=0, atol=TOLERANCE)
+
+
+def test_a_full_cache_refuses_and_stays_as_it_was(ours: Transformer) -> None:
+    cache = ours.new_cache(32)
+    ours.forward(tokens(30), cache)
+    with pytest.raises(ContextError, match="33 tokens do not fit the context of 32"):
+        ours.forward(tokens(3), cache)
+    assert cache.length == 30
+    ours.forward(tokens(2), cache)
+    assert cache.length == cache.capacity == 32
+
+
+@pytest.mark.parametrize("norm_shape", ["[H, D]", "[H * D]"])
+def test_head_norms_stored_once_per_head_load_alike(tmp_path: Path, norm_shape: str) -> None:
+    """Some EXL2 files keep Qwen3's q and k norms expanded over the heads."""
+    make_model(tmp_path, "Qwen3", {})
+    plain = load(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    for name, tensor in stored.items():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            expanded = tensor.expand(6 if "q_norm" in name else 2, -1).contiguous()
+            stored[name] = expanded if norm_shape == "[H, D]" else expanded.view(-1)
+    save_file(stored, tmp_path / "model.safetensors")
+    ids = tokens(12)
+    assert torch.equal(load(tmp_path).forward(ids, plain.new_cache(16)), plain.forward(ids, plain.new_cache(16)))
