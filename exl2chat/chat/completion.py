@@ -3,16 +3,17 @@
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from exl2chat.chat.commands import BY_NAME, COMMANDS, Command, usage
 from exl2chat.chat.export import FORMATS
-from exl2chat.chat.session import list_sessions
+from exl2chat.chat.session import saved_sessions
 from exl2chat.paths import Paths
 from exl2chat.settings import BY_NAME as SETTINGS
 from exl2chat.settings import OPTIONS
 
-LIMIT = 50
+LIMIT = 50  # sessions looked at and words offered: completion runs on every key
 Words = Iterable[tuple[str, str]]
 
 
@@ -85,12 +86,13 @@ def _values(name: str) -> Words:
 
 
 def _sessions(typed: str, kept: str, paths: Paths) -> list[Completion]:
-    """Saved sessions with `typed` in their title."""
+    """The latest sessions with `typed` in their title."""
     needle = typed.casefold()
-    saved = (each for each in list_sessions(paths) if needle in each.title.casefold() or each.id.startswith(needle))
     return [
-        Completion(kept + each.id, each.title, f"{each.messages} message{'s' * (each.messages != 1)}") for each in saved
-    ][:LIMIT]
+        Completion(kept + each.id, each.title, f"{each.messages} message{'s' * (each.messages != 1)}")
+        for each in islice(saved_sessions(paths), LIMIT)
+        if needle in each.title.casefold() or each.id.startswith(needle)
+    ]
 
 
 def _files(typed: str, kept: str) -> list[Completion]:
