@@ -169,6 +169,7 @@ def test_the_noise_of_a_token_depends_on_nothing_but_seed_position_and_id() -> N
     np.testing.assert_array_equal(gumbel(3, 100, np.array([7, 400, 999])), everything[[7, 400, 999]])
     assert not np.array_equal(gumbel(4, 100, np.arange(1000)), everything)
     assert not np.array_equal(gumbel(3, 101, np.arange(1000)), everything)
+    assert not np.array_equal(gumbel(3, 101, np.arange(1000)), gumbel(4, 100, np.arange(1000)))
 
 
 def test_the_noise_is_the_same_on_every_machine() -> None:

@@ -3,12 +3,14 @@
 import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from exl2chat.engine.generators.streaming import StreamingGenerator, StreamResult
+from exl2chat.engine.sampler import Candidates, draw
 from exl2chat.engine.transformer import PREFILL_CHUNK
 from exl2chat.errors import ChatError, ContextError, UsageError
 from exl2chat.settings import Sampling
@@ -162,6 +164,34 @@ def test_an_unseeded_reply_reports_the_seed_that_repeats_it() -> None:
     assert reply(generator(), [1, 2], 15, Sampling(temperature=1.0, seed=start.seed)) == first
 
 
+def test_every_token_is_the_draw_at_its_absolute_position() -> None:
+    model, expected = FakeModel(), [1, 2, 3]
+    for position in range(3, 18):
+        chosen = Candidates(model.logits(expected) / np.float32(0.7), np.arange(260))
+        expected.append(draw(chosen, seed=21, position=position))
+    assert reply(generator(), [1, 2, 3], 15, Sampling(temperature=0.7, top_p=1.0, seed=21)) == expected[3:]
+
+
+def test_penalties_count_the_reply() -> None:
+    wanted = [100, 50, 20, 10]
+
+    class Ranked(FakeModel):
+        def logits(self, tokens: list[int]) -> np.ndarray:  # noqa: ARG002
+            logits = np.zeros(260, np.float32)
+            logits[wanted] = [4.0, 3.9, 3.8, 3.7]
+            return logits
+
+    settings = Sampling(temperature=0, presence_penalty=1.0)
+    assert reply(generator(Ranked()), [1, 50], 3, settings) == [100, 20, 10]
+
+
+def test_logits_beyond_the_vocabulary_of_the_tokenizer_are_ignored() -> None:
+    tokenizer = FakeTokenizer()
+    tokenizer.vocab_size = 200
+    subject = StreamingGenerator(FakeModel(lambda _tokens: 259), FakeCache(), tokenizer)  # type: ignore[arg-type]
+    assert reply(subject, [1], 1)[0] < 200
+
+
 # How a reply ends
 
 
@@ -180,6 +210,15 @@ def test_until_told_otherwise_the_tokenizers_eos_ids_stop() -> None:
     subject = generator(saying("x", 1))
     subject.begin_stream_ex([1], GREEDY)
     assert [result.stop_reason for result in stream(subject)] == [None, "eos"]
+
+
+def test_stop_conditions_hold_from_the_next_reply() -> None:
+    subject = generator(saying("x", 1))
+    subject.begin_stream_ex([1], GREEDY)
+    subject.set_stop_conditions([ord("x")])
+    assert subject.stream_ex().text == "x"
+    subject.begin_stream_ex([1], GREEDY)
+    assert subject.stream_ex().stop_reason == "eos"
 
 
 def test_stop_conditions_replace_the_default() -> None:
@@ -256,8 +295,11 @@ def test_the_context_ends_a_reply_when_it_is_full() -> None:
 @pytest.mark.parametrize(("length", "over"), [(10, 1), (25, 16)])
 def test_a_prompt_too_long_says_by_how_much(length: int, over: int) -> None:
     subject = generator(capacity=10)
+    subject.begin_stream_ex([1], GREEDY)
     with pytest.raises(ContextError, match=f"prompt has {length} tokens, {over} too many for a context of 10"):
         subject.begin_stream_ex([1] * length, GREEDY)
+    with pytest.raises(ChatError, match="no reply"):
+        subject.stream_ex()
     assert reply(subject, [1] * 9, 1) == reply(generator(), [1] * 9, 1)
 
 

@@ -157,8 +157,8 @@ class StreamingGenerator:
     def _finish(self, reply: _Reply, reason: StopReason, text: str = "") -> StreamResult:
         """The last result: `text` and whatever was held back."""
         reply.reason = reason
-        text += reply.stops.push(reply.detokenizer.flush())
-        return StreamResult(text + reply.stops.flush(), reply.release(), reply.count, reason)
+        text += reply.stops.flush() + reply.detokenizer.flush()
+        return StreamResult(text, reply.release(), reply.count, reason)
 
     def _checked(self, input_ids: Sequence[int] | torch.Tensor) -> list[int]:
         """The prompt as a list; UsageError when it is no prompt, ContextError when it is too long."""
@@ -182,9 +182,9 @@ class StreamingGenerator:
     def _reuse(self, ids: list[int]) -> int:
         """Make `ids` the sequence and cut the cache to what they share with the last one; that length."""
         known = self.tokens[: self._cache.length]
-        common = next((n for n, pair in enumerate(zip(known, ids[:-1], strict=False)) if pair[0] != pair[1]), None)
-        if common is None:
-            common = min(len(known), len(ids) - 1)
+        pairs = zip(known, ids[:-1], strict=False)
+        shorter = min(len(known), len(ids) - 1)
+        common = next((n for n, (old, new) in enumerate(pairs) if old != new), shorter)
         self._cache.truncate(common)
         self.tokens = ids
         return common
