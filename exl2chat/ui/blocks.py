@@ -60,13 +60,18 @@ def split(text: str) -> list[Block]:
 
 def split_plain(text: str) -> list[Block]:
     """A text shown as it was typed, in blocks of bounded size."""
-    pieces: list[list[str]] = [[]]
-    for line in text.split("\n"):
-        for start in range(0, max(1, len(line)), LONGEST_PIECE):
-            if len(pieces[-1]) == MOST_CODE_LINES or sum(map(len, pieces[-1])) > LONGEST_PIECE:
-                pieces.append([])
-            pieces[-1].append(line[start : start + LONGEST_PIECE])
-    return [Block("plain", "\n".join(piece), joined=number > 0) for number, piece in enumerate(pieces)]
+    lines = [
+        line[start : start + LONGEST_PIECE]
+        for line in text.split("\n")
+        for start in range(0, max(1, len(line)), LONGEST_PIECE)
+    ]
+    blocks, first, size = [], 0, 0
+    for number, line in enumerate(lines):
+        if number - first == MOST_CODE_LINES or size > LONGEST_PIECE:
+            blocks.append(Block("plain", "\n".join(lines[first:number])))
+            first, size = number, 0
+        size += len(line)
+    return [*blocks, Block("plain", "\n".join(lines[first:]))]
 
 
 def is_closed(text: str) -> bool:
@@ -135,7 +140,7 @@ class Splitter:
         return line
 
     def _line(self, line: str) -> None:
-        """Take a line, or the next bit of a long one. Long prose goes on in a new block where nothing inline is open."""
+        """Take a line, or the next bit of a long one. Long prose goes on in a new block where it is closed."""
         self._place(line)
         block = self._open
         prose = block is not None and block.kind in ("paragraph", "item") and len(block.text) >= PIECE
@@ -143,6 +148,7 @@ class Splitter:
             self._cut()
 
     def _place(self, line: str) -> None:
+        """Put a line where it belongs."""
         kind = self._open.kind if self._open else None
         if self._midline and self._open:
             self._extend(line, "")

@@ -99,16 +99,17 @@ class Picker(ModalScreen[str | None]):
         self._marked = marked
         self._preview = preview
         self._shown: list[Choice] = []
+        self._options = OptionList(compact=True)
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="panel"):
             yield Static(Text(self._title, "bold"))
             yield Input(scrub_line(self._query), placeholder="type to filter", compact=True)
-            yield OptionList(compact=True)
+            yield self._options
             yield Static("Enter chooses · ↑ ↓ move · Esc closes", classes="panel-hint")
 
     def on_mount(self) -> None:
-        self.query_one(OptionList).can_focus = False
+        self._options.can_focus = False
         self._filter(self._query)
 
     @on(Input.Changed)
@@ -117,7 +118,7 @@ class Picker(ModalScreen[str | None]):
 
     @on(Input.Submitted)
     def _on_chosen(self) -> None:
-        row = self.query_one(OptionList).highlighted
+        row = self._options.highlighted
         if row is not None:
             self.dismiss(self._shown[row].id)
 
@@ -131,14 +132,14 @@ class Picker(ModalScreen[str | None]):
             self._preview(self._shown[event.option_index].id)
 
     def action_step(self, rows: int) -> None:
-        options = self.query_one(OptionList)
+        options = self._options
         if self._shown:
             options.highlighted = min(max((options.highlighted or 0) + rows, 0), len(self._shown) - 1)
 
     def _filter(self, query: str) -> None:
         words = query.casefold().split()
         self._shown = [c for c in self._choices if all(word in f"{c.label} {c.detail}".casefold() for word in words)]
-        options = self.query_one(OptionList)
+        options = self._options
         options.clear_options()
         options.add_options(Option(_line(choice)) for choice in self._shown)
         if self._shown:

@@ -95,11 +95,15 @@ class Prompt(TextArea):
             self._completions.step(-1 if key == "up" else 1)
         elif key == "escape":
             self._completions.close()
-        elif key == "tab" or (key == "enter" and not self._completions.says(self.text)):
+        elif key == "tab" or (key == "enter" and self._is_half_a_word):
             self.put(self._completions.chosen)
         else:
             return False
         return True
+
+    @property
+    def _is_half_a_word(self) -> bool:
+        return not self.text.endswith(" ") and not self._completions.says(self.text)
 
     def _enter(self) -> None:
         """Send; after a backslash, begin a new line instead."""

@@ -112,11 +112,15 @@ class Renderer:
         return bars + _ink(f" {bullet} ", self.look.marker), bars + Text(" " * (len(bullet) + 2))
 
     def _strip(self, prefix: Text, line: Text, width: int, style: Style) -> Strip:
+        """One row: margin, prefix, line; filled up to `width` in the style of the line."""
         base = self.look.text
-        left = [Segment(" " * MARGIN, base)]
-        left += [Segment(s.text, base + s.style if s.style else base) for s in prefix.render(self._console)]
-        body = [Segment(s.text, style + s.style if s.style else style) for s in line.render(self._console)]
-        return Strip(left + body).adjust_cell_length(MARGIN + width, style)
+        segments = [Segment(" " * MARGIN, base)]
+        for text, under in ((prefix, base), (line, style)):
+            segments += [Segment(s.text, under + s.style if s.style else under) for s in text.render(self._console)]
+        taken = prefix.cell_len + line.cell_len
+        if taken < width:
+            segments.append(Segment(" " * (width - taken), style))
+        return Strip(segments, MARGIN + max(taken, width)).adjust_cell_length(MARGIN + width)
 
     # Prose
 

@@ -89,7 +89,7 @@ def start(paths: Paths):
         engine = ScriptedEngine(script)
         controller = Controller(engine, settings or Settings(), paths, session or Session.create(paths))
         app = ChatApp(controller, paths)
-        async with app.run_test(size=size) as pilot:
+        async with app.run_test(size=size, notifications=True) as pilot:
             yield Screen(app, engine, pilot)
 
     return run
