@@ -76,10 +76,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fault.status
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # What is still buffered has no reader either: let the interpreter flush it into nothing.
+    except OSError as fault:  # such as a full disk behind the standard output
+        # What is still buffered cannot be written either: let the interpreter flush it into nothing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        if isinstance(fault, BrokenPipeError):
+            return 141
+        print("exl2chat: " + scrub_line(str(fault)), file=sys.stderr)
+        return 1
     return status
 
 
@@ -161,7 +164,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "--home",
         default=argparse.SUPPRESS,
         type=Path,
-        help="keep chats, models, settings and logs under this folder",
+        help="keep chats, models, settings and logs under this folder (EXL2CHAT_HOME)",
         metavar="DIR",
     )
     parser.add_argument("--engine", default=argparse.SUPPRESS, help=argparse.SUPPRESS)

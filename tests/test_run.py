@@ -157,6 +157,17 @@ def test_a_reader_that_goes_away_is_no_error(script):
     process.stderr.close()
 
 
+def test_a_full_disk_is_one_complaint(script):
+    with open("/dev/full", "w") as full:
+        argv = [*RUN, *script(Say("word")), "-p", "hi"]
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert done.returncode == 1
+    assert "No space left" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_any_locale_gives_utf8(script):
     env = {"LC_ALL": "C", "LANG": "C", "PATH": os.environ["PATH"], "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(

@@ -77,7 +77,9 @@ class Service:
     def _outcome(self, job: _Job) -> wire.Event:
         """The event that ends the request, whatever happens."""
         try:
-            return self._load(job, job.request) if isinstance(job.request, wire.Load) else self._answer(job)
+            if isinstance(job.request, wire.Load):
+                return self._load(job, job.request)
+            return self._answer(job, job.request)
         except LoadStopped:
             return wire.Failed("", "the load was stopped")
         except ChatError as fault:
@@ -86,22 +88,10 @@ class Service:
             raise
         except BaseException as fault:  # a panic in a Rust library is no Exception
             log.exception("%s failed", type(job.request).__name__)
-            return self._explain(job, fault)
+            status = ChatError.status if job.id else ModelError.status
+            return wire.Failed(job.id, *self._explain(fault), status)
 
-    def _explain(self, job: _Job, fault: BaseException) -> wire.Failed:
-        if (
-            isinstance(fault, MemoryError)
-            or type(fault).__name__ == "OutOfMemoryError"
-            or "allocate memory" in str(fault)
-        ):
-            remedy = "use a shorter context (--ctx), fewer bits per weight or a smaller model"
-            return wire.Failed(job.id, "out of memory", remedy, ModelError.status if not job.id else ChatError.status)
-        first_line = str(fault).partition("\n")[0][:200]
-        return wire.Failed(
-            job.id, f"the engine failed: {type(fault).__name__}: {first_line}", f"details are in {self._paths.log}"
-        )
-
-    def _load(self, job: _Job, request: wire.Load) -> wire.Event:
+    def _load(self, job: _Job, request: wire.Load) -> wire.Ready:
         self._host = None
         gc.collect()  # the old model must be gone before the new one takes its place
         started = time.perf_counter()
@@ -110,17 +100,23 @@ class Service:
         progress("starting the engine")
         from exl2chat.link.host import Host
 
-        host = Host.load(path, request, progress)
-        self._host = host
+        self._host = Host.load(path, request, progress)
         seconds = time.perf_counter() - started
-        log.info("loaded %s in %.1f s", host.info.name, seconds)
-        return wire.Ready(host.info, seconds)
+        log.info("loaded %s in %.1f s", self._host.info.name, seconds)
+        return wire.Ready(self._host.info, seconds)
 
-    def _answer(self, job: _Job) -> wire.Event:
+    def _answer(self, job: _Job, request: wire.Generate) -> wire.Finished:
         if self._host is None:
             raise ModelError("no model is loaded", "load one first")
-        assert isinstance(job.request, wire.Generate)
-        return self._host.answer(job.request, job.cancelled.is_set, self._emit)
+        return self._host.answer(request, job.cancelled.is_set, self._emit)
+
+    def _explain(self, fault: BaseException) -> tuple[str, str]:
+        """Message and remedy for a failure that no part of ours foresaw."""
+        no_memory = isinstance(fault, MemoryError) or type(fault).__name__ == "OutOfMemoryError"
+        if no_memory or "allocate memory" in str(fault):  # torch's CPU allocator raises a RuntimeError
+            return "out of memory", "use a shorter context (--ctx), fewer bits per weight or a smaller model"
+        first_line = str(fault).partition("\n")[0][:200]
+        return f"the engine failed: {type(fault).__name__}: {first_line}", f"details are in {self._paths.log}"
 
 
 class _LoadProgress:
