@@ -154,11 +154,12 @@ class Transcript(ScrollView, can_focus=False):
             return
         if (room := min(WIDEST, width - 2 * MARGIN)) != self.document.width:
             self.document.resize(max(1, room))
-        view = [] if self.following else self.document.rows(height)
-        if len(view) < height:
+        view = [] if self.following else self.document.rows(height + 1)
+        if len(view) <= height:
             self.document.to_end(height)
             view = self.document.rows(height)
             self.following = True
+        del view[height:]
         self._seen = max(self._seen, self.document.y + height)
         below = 0 if self.following else self.document.total - self._seen
         changed = [y for y in range(height) if not _same(view, self._view, y)]
