@@ -142,9 +142,9 @@ class _Reader:
         self._damaged = 0
 
     def take(self, line: bytes) -> None:
-        """Take what the line says. A crash can leave a block of NULs in front of what was written next."""
+        """Take what the line says. A power loss can leave NULs in place of lines, with whole records beside them."""
         sound = [self._take_piece(piece.strip()) for piece in line.split(b"\0")]
-        self._damaged += not all(sound)
+        self._damaged += len(sound) > 1 or not sound[0]
 
     def _take_piece(self, piece: bytes) -> bool:
         """Whether the piece makes sense."""

@@ -79,7 +79,7 @@ def test_a_block_of_rubbish_costs_only_the_lines_it_touches(data: st.DataObject,
         if isinstance(record, Message) and not touched:
             assert log.tree.messages[record.id].text == record.text
         at = end
-    assert log.damaged > 0 or log.torn
+    assert log.damaged > 0 or log.torn or filler == b"\n"  # empty lines in place of whole ones leave no trace
 
 
 def test_what_follows_a_lost_message_stays_on_the_path() -> None:

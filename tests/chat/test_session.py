@@ -113,7 +113,7 @@ def test_damage_is_told_once_per_opening_and_stays_in_the_file(paths: Paths) -> 
         file.write(b"\0" * 512 + b"\n{broken\n" + dump(user("u2", "still here", "u1")))
     before = session.file.read_bytes()
     again = Session.open(session.file, paths)
-    assert again.notices == ("1 damaged line of the session file skipped; nothing of the file was removed",)
+    assert again.notices == ("2 damaged lines of the session file skipped; nothing of the file was removed",)
     again.rename("x")
     assert session.file.read_bytes().startswith(before)
     assert [message.text for message in again.path] == ["hello", "still here"]
