@@ -48,9 +48,9 @@ class ControlTokens:
 
     def __init__(self, ids: Mapping[str, int], special: frozenset[str]) -> None:
         self.ids = {content: token_id for content, token_id in ids.items() if not is_blank(content)}
-        self._any = _either(self.ids)
-        self._special = _either(special & self.ids.keys())
-        self._markers = _either(self.ids.keys() - special)
+        self._any = either(self.ids)
+        self._special = either(special & self.ids.keys())
+        self._markers = either(self.ids.keys() - special)
 
     def found_in(self, text: str) -> list[str]:
         """The control tokens in `text`, in order, longest match first."""
@@ -72,7 +72,7 @@ class ControlTokens:
 
     def kept_in_message(self, role: str) -> re.Pattern[str]:
         """What a template may see in the text of a message by `role`."""
-        return self._markers if role == "assistant" else _either(())
+        return self._markers if role == "assistant" else either(())
 
 
 class Disguise:
@@ -122,7 +122,7 @@ def is_blank(content: str) -> bool:
     return not content.replace("▁", "").strip()
 
 
-def _either(contents: Iterable[str]) -> re.Pattern[str]:
+def either(contents: Iterable[str]) -> re.Pattern[str]:
     """Matches any of `contents`, the longest first; nothing if there are none."""
     by_length = sorted(contents, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, by_length)) or r"(?!)")

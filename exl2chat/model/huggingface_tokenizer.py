@@ -45,14 +45,15 @@ class HuggingFaceBackend:
             _add_missing(self._full, tokens, where)
             self._plain = _without_added(self._full, description, prefix=True)
             self._plain_inside = _without_added(self._full, description, prefix=False)
-        self.size = self._full.get_vocab_size()
+        added = self._full.get_added_tokens_decoder()
+        self.size = max([self._full.get_vocab_size(), *(token_id + 1 for token_id in added)])
         model = description["model"]
         self.unknown_id = model.get("unk_id")
         if isinstance(model.get("unk_token"), str):
             self.unknown_id = self._full.token_to_id(model["unk_token"])
         self._piece_rule = piece_rule(description.get("decoder"), where)
         byte_level = (description.get("decoder") or {}).get("type") == "ByteLevel"  # added tokens are not spelled in it
-        self._literal = frozenset(self._full.get_added_tokens_decoder() if byte_level else ())
+        self._literal = frozenset(added if byte_level else ())
 
     def token_of(self, token_id: int) -> str | None:
         return self._full.id_to_token(token_id)

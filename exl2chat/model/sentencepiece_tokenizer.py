@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import sentencepiece
 
 from exl2chat.errors import ModelError
+from exl2chat.model.controls import either
 from exl2chat.model.detokenizer import BYTE_TOKEN, Piece
 from exl2chat.model.folder import ModelFolder
 from exl2chat.model.huggingface_tokenizer import MAX_VOCABULARY, Span, library_faults
@@ -26,60 +27,56 @@ class SentencePieceBackend:
     """A `Backend` over a sentencepiece model and the added tokens of the JSON files."""
 
     def __init__(self, folder: ModelFolder, tokens: SpecialTokens) -> None:
-        where = folder.where("tokenizer.model")
+        self._where = where = folder.where("tokenizer.model")
         with library_faults(where):
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(folder.files["tokenizer.model"]))
-        learned = self._model.get_piece_size()
-        if not 0 < learned <= MAX_VOCABULARY:
-            raise ModelError(f"{where}: has {learned} tokens", f"at most {MAX_VOCABULARY} are supported")
-        self._beyond = {token.id: token.content for token in tokens.added if token.id >= learned}
-        self._ids = {content: token_id for token_id, content in self._beyond.items()}
+            self._learned = self._model.get_piece_size()
+            if not 0 < self._learned <= MAX_VOCABULARY:
+                raise ModelError(f"{where}: has {self._learned} tokens", f"at most {MAX_VOCABULARY} are supported")
+            self._tokens = dict(enumerate(self._model.id_to_piece(list(range(self._learned)))))
+            self._ids = {content: token_id for token_id, content in self._tokens.items()}
+            self.unknown_id: int | None = self._model.unk_id()
+            self._drops_space = self._finds_space_dropped()
         for token in tokens.added:
-            if token.id < learned and self._model.id_to_piece(token.id) != token.content:
+            if self._tokens.setdefault(token.id, token.content) != token.content:
                 raise ModelError(f"{where}: added token {token.content!r} cannot have id {token.id}", REMEDY)
-        self.size = max([learned, *(token_id + 1 for token_id in self._beyond)])
-        self.unknown_id: int | None = self._model.unk_id()
-        self._learned = learned
+            self._ids.setdefault(token.content, token.id)
+        self.size = max(self._tokens) + 1
         self._legacy = (folder.read_json("tokenizer_config.json") or {}).get("legacy") is True
-        spaced = next((i for i in range(learned) if self._model.id_to_piece(i).startswith(SPACE)), None)
-        self._drops_space = spaced is not None and not self._model.decode([spaced]).startswith(" ")
         self.markers = tuple(self._marker_pieces())
-        matched = {*self.markers, *(token.content for token in tokens.added), *tokens.special}
-        matched = {content for content in matched if self.id_of(content) is not None}
-        by_length = sorted(matched, key=len, reverse=True)
-        self._split = re.compile("(" + ("|".join(map(re.escape, by_length)) or "(?!)") + ")")
+        matched = {*self.markers, *(token.content for token in tokens.added), *tokens.special} & self._ids.keys()
+        self._split = re.compile(f"({either(matched).pattern})")
+
+    def _finds_space_dropped(self) -> bool:
+        """Whether the library's decode drops the space that starts a text."""
+        spaced = next((token_id for token_id, token in self._tokens.items() if token.startswith(SPACE)), None)
+        return spaced is not None and not self._model.decode([spaced]).startswith(" ")
 
     def _marker_pieces(self) -> Iterator[str]:
         """Control pieces, and user-defined ones (score 0) that look like markers: <|im_start|>, [INST]."""
         for token_id in range(self._learned):
-            piece = self._model.id_to_piece(token_id)
-            user_defined = self._model.get_score(token_id) == 0 and MARKER.fullmatch(piece)
+            token = self._tokens[token_id]
+            user_defined = self._model.get_score(token_id) == 0 and MARKER.fullmatch(token)
             if self._model.is_control(token_id) or (user_defined and not self._model.is_byte(token_id)):
-                yield piece
+                yield token
 
     def token_of(self, token_id: int) -> str | None:
-        if 0 <= token_id < self._learned:
-            return str(self._model.id_to_piece(token_id))
-        return self._beyond.get(token_id)
+        return self._tokens.get(token_id)
 
     def id_of(self, token: str) -> int | None:
-        if token in self._ids:
-            return self._ids[token]
-        token_id = int(self._model.piece_to_id(token))
-        return token_id if self._model.id_to_piece(token_id) == token else None
+        return self._ids.get(token)
 
     def names(self) -> dict[str, str]:
         """bos, eos and unk as the model file itself states them."""
         ids = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id(), "unk_token": self._model.unk_id()}
-        return {name: self._model.id_to_piece(token_id) for name, token_id in ids.items() if token_id >= 0}
+        return {name: self._tokens[token_id] for name, token_id in ids.items() if token_id >= 0}
 
     def spans(self, text: str) -> Sequence[Span]:
         found: list[Span] = []
         position = 0
         for part in self._split.split(text):
             if self._split.fullmatch(part):
-                token_id = self.id_of(part)
-                found.append((token_id or 0, position, position + len(part)))
+                found.append((self._ids[part], position, position + len(part)))
             elif part:
                 opening = position == 0 or self._legacy
                 found += [(i, position + start, position + end) for i, start, end in self._learned_spans(part, opening)]
@@ -95,14 +92,15 @@ class SentencePieceBackend:
     def _learned_spans(self, text: str, opening: bool) -> list[Span]:
         """`text` as the library encodes it; when not `opening`, behind an anchor that is then dropped again."""
         prefix = "" if opening else ANCHOR
-        mapping = self._model.encode_as_offset_mapping(prefix + text)
+        with library_faults(self._where):
+            mapping = self._model.encode_as_offset_mapping(prefix + text)
         shift = len(prefix)
         spans = [
             (token_id, start - shift, end - shift)
             for token_id, (start, end) in zip(mapping["ids"], mapping["offsets"], strict=True)
             if start >= shift or end > shift
         ]
-        if not opening and spans and spans[0] == (self._model.piece_to_id(SPACE), 0, 0):
+        if not opening and spans and spans[0] == (self._ids.get(SPACE), 0, 0):
             del spans[0]  # the normaliser swallowed the anchor, and the space in front moved behind it
         return spans
 

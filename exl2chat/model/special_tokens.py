@@ -53,7 +53,7 @@ def read_special_tokens(folder: ModelFolder, tokenizer_json: Mapping[str, Any] |
         raise ModelError(f"{folder.path}: {len(found)} added tokens", f"at most {MAX_ADDED} are supported")
     names: dict[str, str] = {}
     for source, where in ((token_map, "special_tokens_map.json"), (config, "tokenizer_config.json")):
-        names |= {n: _content(source[n], folder.where(where), n) for n in NAMES if source.get(n) is not None}
+        names |= {n: _content(source[n], folder.where(where), n) for n in NAMES if source.get(n) not in (None, "")}
     special = {token.content for token in found.values() if token.special} | set(names.values())
     for source, where in ((token_map, "special_tokens_map.json"), (config, "tokenizer_config.json")):
         special.update(_additional(source, folder.where(where)))

@@ -26,6 +26,7 @@ FALLBACK = """\
 {% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}Assistant:{% endif %}"""
+FALLBACK_STOP = "\nUser:"
 
 
 class ChatTemplate:
@@ -65,7 +66,12 @@ class ChatTemplate:
 
     @cached_property
     def stop_strings(self) -> tuple[str, ...]:
-        """Where no control token ends an assistant turn: what the template writes before the next user text."""
+        """Where no control token ends an assistant turn: what the template writes before the next user text.
+
+        A base model, which the fallback is for, was trained on no turns: it goes on to write the user's next one.
+        """
+        if self.source == FALLBACK:
+            return (FALLBACK_STOP,)
         between = self._after_reply[0].rstrip()
         return (between,) if between and not self.stop_ids else ()
 

@@ -58,6 +58,7 @@ def test_a_model_without_a_template_gets_a_plain_one(kind: str, tmp_path: Path) 
     expected = "<s>Be brief.\n\nUser: a\nAssistant: b</s>\nUser: c\nAssistant:"
     assert plain.render(turns).visible == expected
     assert plain.stop_ids == open_tokenizer(folder).eos_ids
+    assert plain.stop_strings == ("\nUser:",)
 
 
 @pytest.mark.parametrize("kind", KINDS)

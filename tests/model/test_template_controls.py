@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from exl2chat.errors import ContextError
+from exl2chat.model.controls import PRIVATE_USE
 from exl2chat.model.sandbox import Sandbox
 from exl2chat.model.template import ChatTemplate, open_template
 from exl2chat.model.tokenizer import Tokenizer, open_tokenizer
@@ -127,6 +129,12 @@ def test_no_mixture_of_fragments_forges_a_token(kind: str, data: st.DataObject) 
     turns = [(("user", "system")[i % 2], text) for i, text in enumerate(texts)]
     ids = tokenizer.encode_chat(template.render(turns))
     assert control_counts(tokenizer, ids) == authored(template, tokenizer, turns)
+
+
+def test_text_that_leaves_no_private_use_character_is_refused() -> None:
+    _, template = opened("byte_level")
+    with pytest.raises(ContextError, match="private-use"):
+        template.render([("user", "".join(map(chr, PRIVATE_USE)))])
 
 
 JOINING = {

@@ -108,6 +108,13 @@ def test_special_tokens_map_and_extra_names(tmp_path: Path) -> None:
     assert {tokenizer.id_of("<think>"), tokenizer.id_of("[INST]")} <= tokenizer.special_ids
 
 
+def test_empty_names_are_no_names(tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(write_tokenizer(tmp_path, "byte_level", bos_token="", pad_token=None))
+    assert tokenizer.bos_id is None
+    assert tokenizer.pad_id is None
+    assert tokenizer.encode("Hello", add_bos=True) == tokenizer.encode("Hello")
+
+
 def test_added_tokens_that_are_not_special_are_shown(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(write_tokenizer(tmp_path, "byte_level"))
     ids = tokenizer.encode("<|im_start|>a<think>b</think>c<|im_end|>", special=True)
