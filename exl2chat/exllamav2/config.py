@@ -35,7 +35,7 @@ class ExLlamaV2Config:
     fasttensors: bool = False
     device: str = "auto"
     dtype: str = "auto"
-    model_config: ModelConfig | None = field(default=None, init=False)
+    _read: ModelConfig | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.model_dir is not None:
@@ -51,8 +51,8 @@ class ExLlamaV2Config:
         if self.model_dir is None:
             raise UsageError("ExLlamaV2Config: model_dir is not set", "set it before prepare()")
         folder = Path(self.model_dir)
-        self.model_config = read_config(open_folder(folder)) if no_tensors else open_checkpoint(folder).config
-        self.max_seq_len = self.model_config.context
+        self._read = read_config(open_folder(folder)) if no_tensors else open_checkpoint(folder).config
+        self.max_seq_len = self._read.context
 
     def arch_compat_overrides(self, quiet: bool = False, warn_only: bool = False) -> None:
         """Nothing to override: every architecture that loads runs on every backend here."""
@@ -63,9 +63,9 @@ class ExLlamaV2Config:
 
     def prepared(self) -> ModelConfig:
         """What was read; UsageError before `prepare`."""
-        if self.model_config is None:
+        if self._read is None:
             raise UsageError("ExLlamaV2Config: the model was not read", "call prepare() first")
-        return self.model_config
+        return self._read
 
     def checkpoint(self) -> Checkpoint:
         """The model on disk with the RoPE scaling of this config. UsageError for what is not supported."""

@@ -65,10 +65,15 @@ def saying(text: str | bytes, prompt_tokens: int, then: int = END) -> FakeModel:
 
 
 class FakeTokenizer:
-    """Ids below 256 are bytes; `MARK` is shown only among special tokens."""
+    """Ids below 256 are bytes; `MARK` is shown only among special tokens. Ids from `size` on are no tokens."""
 
-    vocab_size = VOCABULARY
     eos_ids = frozenset({END})
+
+    def __init__(self, size: int = VOCABULARY) -> None:
+        self.size = size
+
+    def token_of(self, token: int) -> str:
+        return f"<{token}>" if token < self.size else ""
 
     def detokenizer(self, special: bool = False, continuing: bool = False) -> Detokenizer:
         def piece(token: int) -> Piece | None:

@@ -126,11 +126,14 @@ def test_a_failure_in_the_model_costs_one_reply_and_no_more(failing_call: int) -
     assert reply(subject, [1, 2, 4], 5) == reply(generator(), [1, 2, 4], 5)
 
 
-def test_a_cache_that_others_filled_is_not_trusted() -> None:
+@pytest.mark.parametrize("others", [[], [7, 7], [7] * 30])
+def test_a_cache_that_others_used_is_not_trusted(others: list[int]) -> None:
     cache = FakeCache()
-    cache.tokens = [1, 2, 3, 4]
+    cache.tokens = [7, 7, 7]
     subject = StreamingGenerator(FakeModel(), cache, FakeTokenizer())  # type: ignore[arg-type]
-    assert reply(subject, [1, 2, 9], 5) == reply(generator(), [1, 2, 9], 5)
+    for _ in range(2):
+        assert reply(subject, [1, 2, 9], 5) == reply(generator(), [1, 2, 9], 5)
+        cache.tokens = list(others)
 
 
 def test_progress_is_told_after_every_chunk() -> None:
@@ -185,11 +188,11 @@ def test_penalties_count_the_reply() -> None:
     assert reply(generator(Ranked()), [1, 50], 3, settings) == [100, 20, 10]
 
 
-def test_logits_beyond_the_vocabulary_of_the_tokenizer_are_ignored() -> None:
-    tokenizer = FakeTokenizer()
-    tokenizer.vocab_size = 200
-    subject = StreamingGenerator(FakeModel(lambda _tokens: 259), FakeCache(), tokenizer)  # type: ignore[arg-type]
-    assert reply(subject, [1], 1)[0] < 200
+def test_rows_of_the_head_that_are_no_tokens_are_never_drawn() -> None:
+    subject = StreamingGenerator(FakeModel(lambda _tokens: 230), FakeCache(), FakeTokenizer(230))  # type: ignore[arg-type]
+    assert reply(subject, [1], 1)[0] < 230
+    with pytest.raises(UsageError, match="no tokens"):
+        subject.begin_stream_ex([230], GREEDY)
 
 
 # How a reply ends

@@ -77,8 +77,10 @@ class StreamingGenerator:
 
     def __init__(self, model: Transformer, cache: KVCache, tokenizer: Tokenizer) -> None:
         self._model, self._cache, self._tokenizer = model, cache, tokenizer
+        self._vocabulary = _known_ids(tokenizer, model.config.vocab_size)
         self._conditions = StopConditions(tokenizer.eos_ids)
         self._reply: _Reply | None = None
+        self._filled = 0
         self.tokens: list[int] = []
 
     def set_stop_conditions(self, conditions: Collection[int | str]) -> None:
@@ -133,7 +135,7 @@ class StreamingGenerator:
         if reply.abort():
             return self._finish(reply, "stopped")
         logits = self._forward(self.tokens[self._cache.length :])
-        token = reply.sampler.sample(logits[: self._tokenizer.vocab_size], len(self.tokens))
+        token = reply.sampler.sample(logits[: self._vocabulary], len(self.tokens))
         reply.sampler.observe(token)
         self.tokens.append(token)
         reply.count += 1
@@ -167,11 +169,10 @@ class StreamingGenerator:
                 raise UsageError(f"input_ids has shape {list(input_ids.shape)}", "a stream has one row: [1, n]")
             input_ids = input_ids.reshape(-1).tolist()
         ids = list(input_ids)
-        vocabulary = self._model.config.vocab_size
         if not ids:
             raise UsageError("the prompt has no tokens", "give at least one")
-        if min(ids) < 0 or max(ids) >= vocabulary:
-            raise UsageError("the prompt has token ids the model does not know", f"ids are 0 to {vocabulary - 1}")
+        if min(ids) < 0 or max(ids) >= self._vocabulary:
+            raise UsageError("the prompt has token ids that are no tokens", f"ids are 0 to {self._vocabulary - 1}")
         if (over := len(ids) + 1 - self._cache.capacity) > 0:
             raise ContextError(
                 f"the prompt has {len(ids)} tokens, {over} too many for a context of {self._cache.capacity}",
@@ -180,12 +181,16 @@ class StreamingGenerator:
         return ids
 
     def _reuse(self, ids: list[int]) -> int:
-        """Make `ids` the sequence and cut the cache to what they share with the last one; that length."""
-        known = self.tokens[: self._cache.length]
+        """Make `ids` the sequence and cut the cache to what they share with the last one; that length.
+
+        A cache of another length than this generator left it at was used by somebody else: nothing in it is known.
+        """
+        known = self.tokens[: self._filled] if self._cache.length == self._filled else []
         pairs = zip(known, ids[:-1], strict=False)
         shorter = min(len(known), len(ids) - 1)
         common = next((n for n, (old, new) in enumerate(pairs) if old != new), shorter)
         self._cache.truncate(common)
+        self._filled = common
         self.tokens = ids
         return common
 
@@ -201,4 +206,10 @@ class StreamingGenerator:
         """Append `tokens` to the cache; the logits [V] after the last of them."""
         ids = torch.tensor(tokens, dtype=torch.int64, device=self._model.device)
         logits: NDArray[np.float32] = self._model.forward(ids, self._cache, last_only=True)[-1].numpy(force=True)
+        self._filled = self._cache.length
         return logits
+
+
+def _known_ids(tokenizer: Tokenizer, rows: int) -> int:
+    """One more than the last id that is a token. Embedding and head often have more rows, which mean nothing."""
+    return next((count for count in range(rows, 0, -1) if tokenizer.token_of(count - 1)), rows)
