@@ -264,7 +264,8 @@ IDS = torch.tensor([[1, 2]])
 BEGIN = {
     "token_healing": True, "loras": [object()], "input_mask": torch.ones(1, 2), "position_offsets": torch.zeros(1, 1),
     "return_probabilities": True, "return_top_tokens": 3, "return_logits": True,
-    "input_embeddings": torch.ones(1, 2, 4), "banned_strings": ["no"], "filters": [object()], "filter_prefer_eos": True, "another": 1,
+    "input_embeddings": torch.ones(1, 2, 4), "banned_strings": ["no"], "filters": [object()],
+    "filter_prefer_eos": True, "another": 1,
 }  # fmt: skip
 
 
