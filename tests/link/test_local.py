@@ -82,7 +82,7 @@ async def test_a_killed_worker_is_reported_and_replaced_by_the_next_request(engi
     assert engine.pid not in (None, killed)
 
 
-async def test_a_worker_killed_in_the_middle_of_a_reply_loads_again_and_answers(engine):
+async def test_a_worker_killed_in_the_middle_of_a_reply_loads_again_and_answers(engine, tmp_path):
     load, endless = wire.Load(str(MODEL)), wire.Generate("a", ASK.turns, Sampling(temperature=0))
     await engine.send(load)
     await first(engine, wire.Ready)
@@ -96,12 +96,56 @@ async def test_a_worker_killed_in_the_middle_of_a_reply_loads_again_and_answers(
     await first(engine, wire.Chunk)
     await engine.send(wire.Stop("a"))
     assert (await first(engine, wire.Finished)).reason == "stopped"
+    log = Paths.default(tmp_path).log.read_text()
+    assert log.count("loaded llama-6.0bpw-exl2") == 2
+    assert ASK.turns[0].text not in log, "what is said is never logged"
 
 
 async def test_a_worker_killed_before_it_speaks_is_reported(engine):
     await engine.send(ASK)
     os.kill(engine.pid, signal.SIGKILL)
     assert "SIGKILL" in (await first(engine, wire.Died)).detail
+
+
+async def test_a_worker_killed_during_a_load_is_reported_and_the_next_load_works(engine):
+    await engine.send(wire.Load(str(MODEL)))
+    await first(engine, wire.Loading)
+    os.kill(engine.pid, signal.SIGKILL)
+    await first(engine, wire.Died)
+    await engine.send(wire.Load(str(MODEL)))
+    await first(engine, wire.Ready)
+
+
+@pytest.mark.parametrize("output", [r"\377\377\377\377", r"\003\000\000\000abc", r"\200\000\000\000cut short"])
+async def test_a_worker_that_sends_damaged_data_is_ended_and_reported(engine, tmp_path, monkeypatch, output):
+    impostor = tmp_path / "python"
+    impostor.write_text(f"#!/bin/sh\nprintf '{output}'\nexec sleep {0 if 'cut' in output else 60}\n")
+    impostor.chmod(0o700)
+    monkeypatch.setattr("exl2chat.link.local.sys.executable", str(impostor))
+    await engine.send(ASK)
+    pid = engine.pid
+    died = await first(engine, wire.Died)
+    assert ("left with status 0" if "cut" in output else "damaged") in died.detail
+    assert not alive(pid)
+
+
+async def test_a_worker_that_cannot_be_started_is_reported(engine, monkeypatch):
+    monkeypatch.setattr("exl2chat.link.local.sys.executable", "/no/such/python")
+    await engine.send(ASK)
+    assert "cannot be started" in (await first(engine, wire.Died)).detail
+
+
+async def test_what_a_dying_worker_logged_is_told_in_one_safe_line(engine, tmp_path, monkeypatch):
+    impostor = tmp_path / "python"
+    impostor.write_text("#!/bin/sh\nprintf 'bad \\033[2J news\\nlast words\\n' >&2\nexit 7\n")
+    impostor.chmod(0o700)
+    monkeypatch.setattr("exl2chat.link.local.sys.executable", str(impostor))
+    await engine.send(ASK)
+    detail = (await first(engine, wire.Died)).detail
+    assert "status 7" in detail
+    assert "last words" in detail
+    assert "\n" not in detail
+    assert "\x1b" not in detail
 
 
 async def test_close_ends_the_worker_even_one_that_does_not_listen(engine):
