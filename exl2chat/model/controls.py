@@ -1,16 +1,17 @@
 """Text typed by a user, read from a file or written by a model never becomes a control token.
 
-A control token is any special or added token, whitespace ones aside. Before a template renders, each one found in
-message text is replaced by a private-use character that occurs nowhere in the conversation; the tokenizer later
-encodes what it stands for by the learned vocabulary alone. Nothing else in the text changes, so benign text renders
-and encodes exactly as it would without this.
+A control token is a special token, or an added one that is no word and no white space (fine-tunes add plain words,
+Gemma runs of newlines; text encodes to these as ever). Before a template renders, each one found in message text is
+replaced by a private-use character that occurs nowhere in the conversation; the tokenizer later encodes what it stands
+for by the learned vocabulary alone. Nothing else in the text changes, so benign text renders and encodes exactly as it
+would without this.
 
 A template may trim, cut or join message texts, so that a control token could still arise from harmless parts. The
 check is a second rendering in which each message is one opaque character: if the two do not show the same control
 tokens in the same order, message text took part in one, and the opaque rendering is used, where it cannot.
 
-In the assistant's own text, added tokens that are not special (<think>, </think>) stay as they are: templates look for
-them to drop old reasoning.
+In the assistant's own text, pairs like <think> and </think> that are added and not special stay as they are: templates
+look for them to drop old reasoning.
 """
 
 import re
@@ -44,13 +45,15 @@ class Rendered:
 
 
 class ControlTokens:
-    """The control tokens of one tokenizer: `ids` by content; those in `special` count in the assistant's text too."""
+    """The control tokens among `ids` (by content), of which those in `special` are hidden from readers."""
 
     def __init__(self, ids: Mapping[str, int], special: frozenset[str]) -> None:
-        self.ids = {content: token_id for content, token_id in ids.items() if not is_blank(content)}
+        plain = {content for content in ids if _is_blank(content) or (is_word(content) and content not in special)}
+        self.ids = {content: token_id for content, token_id in ids.items() if content not in plain}
         self._any = either(self.ids)
-        self._special = either(special & self.ids.keys())
-        self._markers = either(self.ids.keys() - special)
+        pairs = {content for content in self.ids.keys() - special if _counterpart(content) in self.ids.keys() - special}
+        self._pairs = either(pairs)
+        self._any_but_pairs = either(self.ids.keys() - pairs)
 
     def found_in(self, text: str) -> list[str]:
         """The control tokens in `text`, in order, longest match first."""
@@ -68,11 +71,11 @@ class ControlTokens:
 
     def in_message(self, role: str) -> re.Pattern[str]:
         """What is neutralised in the text of a message by `role`."""
-        return self._special if role == "assistant" else self._any
+        return self._any_but_pairs if role == "assistant" else self._any
 
     def kept_in_message(self, role: str) -> re.Pattern[str]:
         """What a template may see in the text of a message by `role`."""
-        return self._markers if role == "assistant" else either(())
+        return self._pairs if role == "assistant" else either(())
 
 
 class Disguise:
@@ -117,9 +120,19 @@ class Disguise:
         return text.replace(core, self.hide(core)) if core else text
 
 
-def is_blank(content: str) -> bool:
-    """Whether a token is white space (Gemma adds runs of newlines and of sentencepiece's mark): no control token."""
+def is_word(content: str) -> bool:
+    """Whether an added token is text like any other: letters and digits."""
+    return content.replace("▁", "").isalnum()
+
+
+def _is_blank(content: str) -> bool:
     return not content.replace("▁", "").strip()
+
+
+def _counterpart(content: str) -> str:
+    """</think> for <think> and the reverse; "" for what is no tag."""
+    name = content.removeprefix("</").removeprefix("<")
+    return ("<" if content.startswith("</") else "</") + name if content.startswith("<") else ""
 
 
 def either(contents: Iterable[str]) -> re.Pattern[str]:

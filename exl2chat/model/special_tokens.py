@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from exl2chat.errors import ModelError
+from exl2chat.model.controls import is_word
 from exl2chat.model.folder import ModelFolder
 
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -68,7 +69,7 @@ def _added_tokens(
         yield _added_token(entry, _as(dict, entry, where, "added_tokens").get("id"), where)
     where = folder.where("added_tokens.json")
     for content, token_id in (folder.read_json("added_tokens.json") or {}).items():
-        yield _added_token({"content": content, "special": True}, token_id, where)
+        yield _added_token({"content": content, "special": not is_word(content)}, token_id, where)
     where = folder.where("tokenizer_config.json")
     table = _as(dict, config.get("added_tokens_decoder") or {}, where, "added_tokens_decoder")
     for text, entry in table.items():

@@ -56,7 +56,7 @@ def conversations(token: str) -> dict[str, Turns]:
     return {
         "alone": [("user", token)],
         "in a system text": [("system", token), ("user", "hi")],
-        "in a reply": [("user", "hi"), ("assistant", token if token.startswith("<|") else "x"), ("user", "go on")],
+        "in a reply": [("user", "hi"), ("assistant", "x" if "think>" in token else token), ("user", "go on")],
         "in code": [("user", f"```\nprint('{token}')\n```")],
         "doubled": [("user", token + token)],
         "interleaved": [("user", token[:half] + token + token[half:])],
@@ -115,6 +115,14 @@ def test_benign_chats_encode_as_transformers_encodes_them(kind: str) -> None:
         rendered = template.render(turns)
         assert tokenizer.encode_chat(rendered) == expected
         assert rendered.neutralised == 0
+
+
+def test_added_words_are_text_like_any_other(tmp_path: Path) -> None:
+    size = open_tokenizer(write_tokenizer(tmp_path, "byte_level")).vocab_size
+    words = {str(size): {"content": "日本"}, str(size + 1): {"content": "EXL2"}, str(size + 2): {"content": "<|new|>"}}
+    tokenizer = open_tokenizer(write_tokenizer(tmp_path, "byte_level", added_tokens_decoder=words))
+    assert {size, size + 1} <= set(tokenizer.encode("an EXL2 model <|new|> of 日本語"))
+    assert size + 2 not in tokenizer.encode("an EXL2 model <|new|> of 日本語")
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "phi3", "unigram", "spm_bpe"])
