@@ -197,6 +197,11 @@ def child_environment(defaults: Mapping[str, str]) -> dict[str, str]:
     return {**defaults, **os.environ}
 
 
+def complete_environment(defaults: Mapping[str, str]) -> None:
+    """Add `defaults` to our own environment where it says nothing, for a library that reads it when imported."""
+    os.environ.update(child_environment(defaults))
+
+
 def terminal_only_prints() -> bool:
     """Whether the terminal says that it obeys no escape sequences, or its user that none are wanted (ACCESSIBLE)."""
     return os.environ.get("TERM", "dumb") == "dumb" or os.environ.get("ACCESSIBLE", "") not in ("", "0")

@@ -35,7 +35,7 @@ ALLOWED = {
     "run": ("chat", "link"),
     "plain": ("chat",),
     "pull": ("model",),
-    "bench": ("engine", "ops", "model"),
+    "bench": ("engine", "ops", "model", "link.threads"),
     "sessions": ("chat",),
     "locations": (),
 }  # fmt: skip

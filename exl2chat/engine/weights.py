@@ -45,10 +45,15 @@ class Weights:
     head: Weight
 
     @property
+    def read_bytes(self) -> int:
+        """Bytes of the matrices, all of which every token reads."""
+        linears = [weight for layer in self.layers for weight in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        return self.head.nbytes + sum(weight.nbytes for weight in linears)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the matrices. A head that shares the embedding's memory counts once more: it is read per token."""
-        linears = [w for layer in self.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        return self.embedding.nbytes + self.head.nbytes + sum(weight.nbytes for weight in linears)
+        """Bytes of the matrices and the embedding."""
+        return self.embedding.nbytes + self.read_bytes
 
 
 def load_weights(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Progress) -> Weights:

@@ -1,0 +1,110 @@
+"""`exl2chat bench`: how fast a model answers on this machine, with the threads that a chat would use."""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from exl2chat.link.threads import worker_environment
+from exl2chat.model import hub
+from exl2chat.model.checkpoint import open_checkpoint
+from exl2chat.paths import Paths
+from exl2chat.progress import Progress as Tell
+from exl2chat.safetext import scrub_line
+from exl2chat.settings import Settings, complete_environment
+
+PROMPT = 512
+CONTEXTS = (128, 1024)
+
+Report = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `exl2chat bench`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def main(args: argparse.Namespace, settings: Settings, paths: Paths) -> int:
+    """Measure, with a bar on stderr, and print the report on stdout. ModelError where the model cannot be had."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("", total=None)
+
+        def show(stage: str, done: int = 0, total: int = 0, unit: str = "") -> None:
+            bars.update(task, description=scrub_line(f"{stage} {unit}"), completed=done, total=total or None)
+
+        folder = hub.resolve(settings["model"], paths, show)
+        report = measure(folder, settings["device"], settings["dtype"], show)
+    if args.json:
+        print(json.dumps(report))
+    else:
+        Console().print(as_table(report))
+    return 0
+
+
+def measure(folder: Path, device: str, dtype: str, progress: Tell) -> Report:
+    """Load the model in `folder` and time it. Speeds are tokens per second, sizes bytes."""
+    complete_environment(worker_environment())
+    import torch
+
+    from exl2chat.engine import placement
+    from exl2chat.engine.benchmark import measure_decoding, measure_prefill
+    from exl2chat.engine.transformer import Transformer
+
+    checkpoint = open_checkpoint(folder)
+    place = placement.choose_device(device)
+    kind = placement.choose_dtype(dtype, place, checkpoint)
+    longest = checkpoint.config.context
+    placement.check_memory(checkpoint, place, kind, min(longest, max(CONTEXTS)))
+    start = time.perf_counter()
+    model = Transformer.load(checkpoint, place, kind, progress)
+    loaded = time.perf_counter()
+    prefill = measure_prefill(model, min(PROMPT, longest), progress)
+    decoding = [measure_decoding(model, context, progress) for context in CONTEXTS if context < longest]
+    return {
+        "model": checkpoint.config.name,
+        "quantization": checkpoint.quantization,
+        "device": place.type,
+        "dtype": str(kind).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "weight_bytes": model.weight_bytes,
+        "load_seconds": loaded - start,
+        "prefill_tokens": min(PROMPT, longest),
+        "prefill_per_second": prefill,
+        "decode": [
+            {
+                "context": row.context,
+                "per_second": row.tokens_per_second,
+                "matrices_per_second": row.matrices_per_second,
+                "ratio": row.ratio,
+                "read_bytes_per_second": row.tokens_per_second * model.weights.read_bytes,
+            }
+            for row in decoding
+        ],
+    }
+
+
+def as_table(report: Report) -> Table:
+    """The report for a person."""
+    threads = "thread" if report["threads"] == 1 else "threads"
+    where = f"{report['threads']} {threads}" if report["device"] == "cpu" else report["device"]
+    table = Table(title=scrub_line(f"{report['model']}: {report['quantization']}, {report['dtype']}, {where}"))
+    for name in ("", "tokens/s", "matrices alone", "ratio", "GB/s"):
+        table.add_column(name, justify="right" if name else "left")
+    loaded = f"load {report['weight_bytes'] / 1e6:.0f} MB in {report['load_seconds']:.1f} s"
+    table.add_row(f"prompt of {report['prefill_tokens']}", f"{report['prefill_per_second']:.0f}")
+    for row in report["decode"]:
+        table.add_row(
+            f"reply at {row['context']}",
+            f"{row['per_second']:.1f}",
+            f"{row['matrices_per_second']:.1f}",
+            f"{row['ratio']:.2f}",
+            f"{row['read_bytes_per_second'] / 1e9:.1f}",
+        )
+    table.caption = loaded
+    return table
