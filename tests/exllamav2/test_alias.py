@@ -218,6 +218,11 @@ def test_zero_switches_truncation_off_and_a_low_temperature_is_greedy() -> None:
     assert settings.sampling(seed=1) == Sampling(temperature=0.0, top_p=1.0, top_k=0, seed=1)
 
 
+def test_greedy_settings_are_greedy() -> None:
+    assert Settings.greedy().sampling(seed=1).temperature == 0
+    assert Settings(top_k=1).sampling(seed=1).temperature == 0
+
+
 def test_penalties_keep_their_meaning() -> None:
     settings = Settings(
         token_repetition_penalty=1.2, token_frequency_penalty=0.3, token_presence_penalty=0.4,

@@ -99,8 +99,9 @@ class ExLlamaV2Sampler:
                 value = getattr(self, name)
                 if not any(value is one or value == one for one in neutral):
                     raise unsupported(f"ExLlamaV2Sampler.Settings: {name}")
+            greedy = self.temperature < COLDEST or self.top_k == 1
             values = {
-                "temperature": self.temperature if self.temperature >= COLDEST else 0.0,
+                "temperature": 0.0 if greedy else self.temperature,
                 "top_k": self.top_k,
                 "top_p": self.top_p if 0 < self.top_p < 1 else 1.0,
                 "min_p": self.min_p,
