@@ -11,13 +11,12 @@ from typing import ClassVar
 
 from textual import on
 from textual.app import App, ComposeResult, SystemCommand
-from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.filter import LineFilter
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Static, TextArea
 
-from exl2chat.chat.commands import COMMANDS
+from exl2chat.chat.commands import COMMANDS, help_page
 from exl2chat.chat.controller import Controller
 from exl2chat.chat.history import History
 from exl2chat.chat.session import list_sessions
@@ -28,6 +27,7 @@ from exl2chat.ui.bars import HintBar, LoadBar, StatusBar, TitleBar
 from exl2chat.ui.completion import CompletionList
 from exl2chat.ui.crash import write_crash
 from exl2chat.ui.entries import day
+from exl2chat.ui.keys import HINTS, bindings, keys_page
 from exl2chat.ui.panels import Choice, Page, Picker
 from exl2chat.ui.presenter import Presenter, Severity
 from exl2chat.ui.prompt import Prompt
@@ -38,32 +38,13 @@ from exl2chat.ui.transcript import Transcript
 AGAIN_SECONDS = 2.0
 STATUS_SECONDS = 0.25
 NOTICE_SECONDS = {"information": 4, "warning": 6, "error": 10}
-HINTS = (
-    "Enter send",
-    "Ctrl+J newline",
-    "Esc stop",
-    "/ commands",
-    "F1 help",
-    "Ctrl+D quit",
-    "F3 sessions",
-    "F4 themes",
-    "Ctrl+N new chat",
-)
 
 
 class ChatApp(App[int]):
     """One chat on the screen. UsageError when the theme of the settings is missing or broken."""
 
     CSS_PATH = "app.tcss"
-    BINDINGS: ClassVar = [
-        Binding("escape", "stop", "stop"),
-        Binding("ctrl+c", "interrupt", "stop", priority=True),
-        Binding("ctrl+n", "command('new')", "new chat"),
-        Binding("f1", "command('help')", "help"),
-        Binding("f3", "command('open')", "sessions"),
-        Binding("f4", "command('theme')", "themes"),
-        Binding("f6", "command('stats')", "statistics"),
-    ]
+    BINDINGS: ClassVar = bindings()
 
     def __init__(self, controller: Controller, paths: Paths) -> None:
         super().__init__(watch_css=False)
@@ -181,6 +162,9 @@ class ChatApp(App[int]):
 
     async def action_command(self, line: str) -> None:
         await self.controller.run(line)
+
+    def action_help(self) -> None:
+        self.show_page("Help", f"{keys_page()}\n\n{help_page()}")
 
     async def action_stop(self) -> None:
         self.screen.clear_selection()

@@ -4,7 +4,8 @@ A frame costs what is in view. Text of a reply that is being written collects in
 rows that did not change are not painted again. The view follows the end until the user scrolls up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -41,8 +42,8 @@ class Transcript(ScrollView, can_focus=False):
         self._view: list[Row] = []
         self._pending: list[str] = []
         self._timer: Timer | None = None
-        self._seen = 0  # rows there were when the view stopped following
-        self._below = 0  # rows that came since and were not seen
+        self._grown = 0  # rows that came since the view stopped following
+        self._below = 0  # of these, rows below the view
 
     # What it shows
 
@@ -55,7 +56,8 @@ class Transcript(ScrollView, can_focus=False):
 
     def add(self, entry: Entry, text: str) -> None:
         """Add a message at the end."""
-        self.document.add(entry, text)
+        with self._growth():
+            self.document.add(entry, text)
         self._sync()
 
     def begin(self, entry: Entry, text: str) -> None:
@@ -74,7 +76,8 @@ class Transcript(ScrollView, can_focus=False):
     def flush(self) -> None:
         """Draw what has arrived."""
         if self._pending:
-            self.document.append("".join(self._pending))
+            with self._growth():
+                self.document.append("".join(self._pending))
             self._pending.clear()
             self._sync()
 
@@ -141,7 +144,14 @@ class Transcript(ScrollView, can_focus=False):
     def _leave_end(self) -> None:
         if self.following:
             self.following = False
-            self._seen = self.document.total
+            self._grown = 0
+
+    @contextmanager
+    def _growth(self) -> Iterator[None]:
+        """Count the rows that come meanwhile."""
+        before = self.document.total
+        yield
+        self._grown += self.document.total - before
 
     def _pause(self) -> None:
         if self._timer is not None:
@@ -160,8 +170,7 @@ class Transcript(ScrollView, can_focus=False):
             view = self.document.rows(height)
             self.following = True
         del view[height:]
-        self._seen = max(self._seen, self.document.y + height)
-        below = 0 if self.following else self.document.total - self._seen
+        below = 0 if self.following else min(self._grown, self.document.total - self.document.y - height)
         changed = [y for y in range(height) if not _same(view, self._view, y)]
         if below != self._below:
             changed.append(height - 1)
