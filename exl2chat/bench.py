@@ -58,7 +58,7 @@ def measure(folder: Path, device: str, dtype: str, progress: Tell) -> Report:
 
     checkpoint = open_checkpoint(folder)
     place = placement.choose_device(device)
-    kind = placement.choose_dtype(dtype, place, checkpoint)
+    kind = placement.choose_dtype(dtype, place)
     longest = checkpoint.config.context
     placement.check_memory(checkpoint, place, kind, min(longest, max(CONTEXTS)))
     start = time.perf_counter()

@@ -23,7 +23,7 @@ def run(model: str, *flags: str, tmp_path: Path) -> int:
 @pytest.mark.parametrize(
     ("model", "flags", "dtype"),
     [
-        ("llama-3.0bpw-exl2", [], "float16"),
+        ("llama-3.0bpw-exl2", ["--dtype", "float16"], "float16"),
         ("llama-gptq4-g128-asym", [], "bfloat16"),
         ("phi3-4.0bpw-exl2", ["--dtype", "float32"], "float32"),
     ],
@@ -44,7 +44,7 @@ def test_json_is_one_object_on_stdout(
 def test_the_table_names_the_model_and_both_contexts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("llama-3.0bpw-exl2", tmp_path=tmp_path) == 0
     shown = capsys.readouterr().out
-    for text in ("llama-3.0bpw-exl2", "EXL2", "float16", "prompt of 512", "reply at 128", "reply at 1024", "load"):
+    for text in ("llama-3.0bpw-exl2", "EXL2", "bfloat16", "prompt of 512", "reply at 128", "reply at 1024", "load"):
         assert text in shown
 
 

@@ -46,7 +46,7 @@ def load_model(path: Path, device: str, dtype: str, context: int | None, progres
     template = open_template(checkpoint.folder, tokenizer)
     room = choose_context(checkpoint, context)
     place = choose_device(device)
-    kind = choose_dtype(dtype, place, checkpoint)
+    kind = choose_dtype(dtype, place)
     check_memory(checkpoint, place, kind, room)
     transformer = Transformer.load(checkpoint, place, kind, progress)
     cache = transformer.new_cache(room)

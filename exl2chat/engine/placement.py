@@ -20,18 +20,16 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
 
 
-def choose_dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype of `--dtype`.
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of `--dtype`. "auto" is float16 on a GPU and bfloat16 on the CPU.
 
-    "auto" is float16: it holds every EXL2 and GPTQ weight exactly and is the fastest on the CPU too. 4-bit GPTQ on the
-    CPU is bfloat16, in which torch multiplies the 4-bit codes themselves: 1.9 times as fast, for 0.05 to 0.4 % of
-    perplexity (benchmarks/NOTES.md).
+    On the CPU bfloat16 names the fastest way: single tokens in float16 on weights that are exact, prompts in bfloat16
+    (twice as fast, for 0.4 % of perplexity at most), 4-bit GPTQ from its codes. float16 reads prompts in float32.
     """
-    if name != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
-    linears = [linear for layer in checkpoint.layers for linear in layer.linears]
-    is_gptq4 = all(linear.kind == "gptq" and linear.bits == 4 for linear in linears)
-    return torch.bfloat16 if device.type == "cpu" and is_gptq4 else torch.float16
+    auto = "bfloat16" if device.type == "cpu" else "float16"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[
+        auto if name == "auto" else name
+    ]
 
 
 def check_memory(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, context: int) -> None:

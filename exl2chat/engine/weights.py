@@ -116,17 +116,10 @@ class _Loader:
         return pack(torch.cat(matrices) if len(parts) > 1 else matrices[0], bias, self.device, self.dtype)
 
     def head(self, head: Linear) -> Weight:
-        """The head, cut to the vocabulary. float16 on the CPU even beside bfloat16, in which logits of 20 would lie
-        0.125 apart."""
+        """The head, cut to the vocabulary."""
         count = self.config.vocab_size
-        narrow = self.dtype == torch.bfloat16 and self.device.type == "cpu"
         bias = join_bias((head,))
-        return pack(
-            read_matrix(head)[:count],
-            None if bias is None else bias[:count],
-            self.device,
-            torch.float16 if narrow else self.dtype,
-        )
+        return pack(read_matrix(head)[:count], None if bias is None else bias[:count], self.device, self.dtype)
 
     def norm(self, info: TensorInfo) -> Norm:
         return self.pack_norm(read_tensor(info).float())

@@ -77,7 +77,7 @@ class ExLlamaV2:
             raise UsageError("a callback and progress=True exclude each other", "choose one")
         checkpoint = self.config.checkpoint()
         device = choose_device(self.config.device)
-        dtype = choose_dtype(self.config.dtype, device, checkpoint)
+        dtype = choose_dtype(self.config.dtype, device)
         check_memory(checkpoint, device, dtype, context)
         if progress:
             with RichProgress(transient=True) as bar:

@@ -1,10 +1,11 @@
 """One linear weight in the layout that torch multiplies fastest, by device and dtype. Figures: benchmarks/NOTES.md.
 
-| dtype | layout on the CPU | bytes per weight |
-|---|---|---|
-| float32 | Blocked: oneDNN's blocks | 4 |
-| float16 | Half: rows as they are, which is exact for every EXL2 and GPTQ weight | 2 |
-| bfloat16 | Blocked, and Nibbles where the weight is 4-bit GPTQ | 2, 0.5 |
+| dtype on the CPU | layout | few rows of x | many rows |
+|---|---|---|---|
+| float32 | Blocked: oneDNN's blocks | float32 | float32 |
+| float16 | Half: rows as they are, exact for every EXL2 and GPTQ weight | float16 | float32 |
+| bfloat16 | Half | float16 | bfloat16 |
+| bfloat16, 4-bit GPTQ | Nibbles: the codes themselves | bfloat16 | bfloat16 |
 
 On a GPU a weight is a plain torch matrix of its dtype.
 """
@@ -46,20 +47,24 @@ def pack_norm(weight: Tensor, eps: float, device: torch.device) -> Norm:
 
 def pack(weight: Tensor, bias: Tensor | None, device: torch.device, dtype: torch.dtype) -> Weight:
     """A float matrix [N, K] and its bias [N] as a Weight that multiplies in `dtype` on `device`."""
+    if device.type == "cpu" and dtype != torch.float32:
+        wide = torch.bfloat16 if dtype == torch.bfloat16 and has_bfloat16() else torch.float32
+        return Half(weight.half(), None if bias is None else bias.half(), wide)
     weight = weight.to(device, dtype)
     bias = None if bias is None else bias.to(device, dtype)
-    if device.type == "cpu" and dtype == torch.float16:
-        return Half(weight, bias)
-    if device.type == "cpu" and can_block(dtype):
-        return Blocked(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()), bias, dtype, weight.nbytes)
+    if device.type == "cpu" and has_onednn():
+        return Blocked(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()), bias, weight.nbytes)
     return Plain(weight, bias)
 
 
-def can_block(dtype: torch.dtype) -> bool:
-    """Whether this CPU and this build of torch have oneDNN for `dtype` (bfloat16 needs AVX-512 or its like)."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def has_onednn() -> bool:
+    """Whether this build of torch has oneDNN."""
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+def has_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this CPU (AVX-512 or its like); otherwise float32 is faster."""
+    return has_onednn() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def pack_nibbles(codes: Tensor, zeros: Tensor, scales: Tensor, order: Tensor | None, bias: Tensor | None) -> Weight:
@@ -94,13 +99,13 @@ class Half:
     """float16 rows [N, K] on the CPU.
 
     One row of x is N dot products summed in float32: 118 tokens/s where bfloat16 in oneDNN's blocks reaches 73 (a
-    135M model on two cores). torch has no fast float16 product of matrices on most CPUs (2.7 s for 512 rows), so more
-    rows multiply by a float32 copy made each time (0.6 s). A bfloat16 copy would take 0.33 s and cost ten times the
-    accuracy.
+    135M model, two cores). torch has no fast float16 product of matrices on most CPUs (2.7 s for 512 rows), so many
+    rows multiply by a copy in `wide` made each time: 0.6 s in float32, 0.33 s in bfloat16.
     """
 
     weight: Tensor
     bias: Tensor | None
+    wide: torch.dtype
 
     @property
     def nbytes(self) -> int:
@@ -109,22 +114,20 @@ class Half:
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] <= FEW_ROWS:
             return F.linear(x.half(), self.weight, self.bias)
-        bias = None if self.bias is None else self.bias.float()
-        return F.linear(x.float(), self.weight.float(), bias)
+        bias = None if self.bias is None else self.bias.to(self.wide)
+        return F.linear(x.to(self.wide), self.weight.to(self.wide), bias)
 
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """A matrix in oneDNN's own block layout: 1.6 times as fast as the same product from plain rows."""
+    """A float32 matrix in oneDNN's own block layout: 1.6 times as fast for one row as from plain rows."""
 
     weight: Tensor
     bias: Tensor | None
-    dtype: torch.dtype
     nbytes: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = x.to(self.dtype)
-        y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
+        y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x.float(), self.weight, self.bias, "none", [], "")
         return y
 
 

@@ -38,7 +38,7 @@ def test_other_formats_are_not_taken_for_gptq() -> None:
     assert pack_gptq((open_checkpoint(GOLDEN / "llama-3.0bpw-exl2").layers[0].o,), None) is None
 
 
-def test_the_head_is_cut_to_the_vocabulary_and_never_bfloat16_on_the_cpu() -> None:
+def test_the_head_is_cut_to_the_vocabulary() -> None:
     checkpoint = open_checkpoint(GOLDEN / "llama-3.0bpw-exl2")
     for dtype, layouts in ((torch.float32, Blocked | Plain), (torch.float16, Half), (torch.bfloat16, Half)):
         head = load_weights(checkpoint, CPU, dtype, silent).head
