@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from exl2chat.engine.nibbles import pack_gptq
+from exl2chat.engine.tiling import tile
 from exl2chat.model.checkpoint import Checkpoint, Layer
 from exl2chat.model.config import ModelConfig
 from exl2chat.model.dequant import dequantize
@@ -43,6 +44,11 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     final_norm: Norm
     head: Weight
+
+    @property
+    def following(self) -> tuple[tuple[Norm, Weight], ...]:
+        """The norm after each layer and the matrix behind it: those of the next layer's attention, and of the head."""
+        return (*((layer.attention_norm, layer.qkv) for layer in self.layers[1:]), (self.final_norm, self.head))
 
     @property
     def read_bytes(self) -> int:
@@ -91,6 +97,11 @@ class _Loader:
     device: torch.device
     dtype: torch.dtype
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether quantised weights stay packed: the kernels multiply float16 on CUDA devices."""
+        return self.device.type == "cuda" and self.dtype == torch.float16
+
     def layer(self, layer: Layer) -> LayerWeights:
         norms = layer.norms
         return LayerWeights(
@@ -107,6 +118,8 @@ class _Loader:
 
     def linear(self, parts: Sequence[Linear]) -> Weight:
         """Projections of one input as one matrix, one below the other."""
+        if self.has_kernels and (tiled := tile(parts, self.device)) is not None:
+            return tiled
         bias = join_bias(parts)
         if self.dtype == torch.bfloat16 and self.device.type == "cpu":
             packed = pack_gptq(parts, bias)

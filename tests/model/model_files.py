@@ -13,6 +13,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from exl2chat.model.folder import open_folder
+from exl2chat.model.quant import Linear, find_linear
+from exl2chat.model.quant_config import QuantConfig
+from exl2chat.model.tensors import read_tensor_index
+
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 EXL2, GPTQ, PLAIN = "llama-3.0bpw-exl2", "llama-gptq4-g128-actorder-sym", "llama-fp16"
 Tensors = dict[str, np.ndarray]
@@ -120,3 +125,12 @@ def random_gptq(
     }
     shifted = codes - (zeros + (0 if v2 else 1))[group_of]
     return tensors, np.float16(shifted * scales[group_of].astype(np.float64))
+
+
+def save_linear(folder: Path, tensors: Tensors, shape: tuple[int, ...], config: QuantConfig) -> Linear:
+    """The tensors of one matrix [K, N] written to a file and found again."""
+    named = {f"w.{role}": np.ascontiguousarray(value) for role, value in tensors.items()}
+    save_file(named, folder / "model.safetensors")
+    linear = find_linear(read_tensor_index(open_folder(folder)), "w", *shape, config)
+    assert linear is not None
+    return linear

@@ -4,15 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from exl2chat.model.checkpoint import open_checkpoint
 from exl2chat.model.dequant import dequantize, unpack_columns, unpack_rows
-from exl2chat.model.folder import open_folder
-from exl2chat.model.quant import Linear, find_linear
 from exl2chat.model.quant_config import QuantConfig
-from exl2chat.model.tensors import read_tensor_index
-from tests.model.model_files import GOLDEN, pack, random_exl2, random_gptq, weights_name
+from tests.model.model_files import GOLDEN, pack, random_exl2, random_gptq, save_linear, weights_name
 
 PLANS = {
     **{f"{bits} bits": [(bits, 32), (bits, 64)] for bits in (8, 6, 5, 4, 3, 2)},
@@ -31,14 +28,6 @@ PLANS = {
     ],
     "short last group": [(4, 128), (4, 128), (4, 48)],
 }
-
-
-def save_linear(folder: Path, tensors: dict[str, np.ndarray], shape: tuple[int, int], config: QuantConfig) -> Linear:
-    named = {f"w.{role}": np.ascontiguousarray(value) for role, value in tensors.items()}
-    save_file(named, folder / "model.safetensors")
-    linear = find_linear(read_tensor_index(open_folder(folder)), "w", *shape, config)
-    assert linear is not None
-    return linear
 
 
 def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
