@@ -6,11 +6,10 @@ of one token over 2048 then takes 0.27 ms a layer, not 0.39 (3 heads of 64, one 
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from exl2chat.engine.decode_graphs import DecodeGraphs
 from exl2chat.engine.rope import make_table
 from exl2chat.errors import ContextError
 from exl2chat.model.config import ModelConfig
@@ -18,46 +17,30 @@ from exl2chat.model.config import ModelConfig
 PAGE = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Room for new tokens in every layer, and what they may look at. T new tokens, S with those before them.
-
-    cos, sin: [T, 1, 2, R / 2]. By layer: new [2, G, T, D], to be written; keys and values [1, G, S, D], which end in
-    the same memory.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    new: tuple[Tensor, ...]
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-
-
 class KVCache:
-    """Keys and values of one sequence. `length` tokens are in it, `capacity` fit."""
+    """Keys and values of one sequence. `length` tokens are in it, `capacity` fit; `graphs` run over its memory."""
 
     def __init__(self, config: ModelConfig, context: int, device: torch.device, dtype: torch.dtype) -> None:
         """Room for `context` tokens of a model that multiplies in `dtype`."""
         self.capacity = context
         self.length = 0
-        self.rope = make_table(config.rope, context, device)
+        self.position = torch.zeros(1, dtype=torch.int32, device=device)
+        self.cos, self.sin = make_table(config.rope, context, device)
         self.storage = torch.empty(storage_shape(config, context), dtype=storage_dtype(device, dtype), device=device)
+        self.graphs = DecodeGraphs()
 
     @property
     def nbytes(self) -> int:
         return self.storage.nbytes
 
-    def span(self, count: int) -> Span:
-        """Room for the next `count` tokens; they count once `length` is raised. ContextError where they do not fit."""
-        start, end = self.length, self.length + count
+    def reserve(self, count: int) -> None:
+        """Have room for `count` more tokens; they count once `length` is raised. ContextError where they do not fit."""
+        end = self.length + count
         if end > self.capacity:
             raise ContextError(
                 f"{end} tokens do not fit the context of {self.capacity}", "shorten the conversation or raise --ctx"
             )
-        rows = self.storage.flatten(3, 4)
-        new = rows[:, :, :, start:end].unbind(0)
-        seen = rows[:, :, :, :end].unsqueeze(2)
-        return Span(*self.rope.rows(start, end), new, seen[:, 0].unbind(0), seen[:, 1].unbind(0))
+        self.position.fill_(self.length)
 
     def truncate(self, length: int) -> None:
         """Forget every token from `length` on."""

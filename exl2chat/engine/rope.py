@@ -5,7 +5,6 @@ Sources: RoFormer (arXiv 2104.09864), YaRN (2309.00071), LongRoPE (2402.13753), 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,28 +12,16 @@ from torch import Tensor
 from exl2chat.model.config import Rope
 
 
-@dataclass(frozen=True, slots=True)
-class RopeTable:
-    """Rotations by position, float32 [positions, 1, 2, rotary_dim / 2] each.
+def make_table(rope: Rope, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of the positions [0, context), float32 [context, 1, 2, rotary_dim / 2].
 
     A head x, its rotated dimensions as two halves [2, rotary_dim / 2], turns to x * cos + flip(x) * sin, where flip
-    exchanges the halves: `sin` is negative in the first, so that flipping needs no sign.
+    exchanges the halves: `sin` is negative in the first, so that flipping needs no sign. Computed in float64: at
+    position 100,000 the angle of a float32 product is off by 0.004 radians.
     """
-
-    cos: Tensor
-    sin: Tensor
-
-    def rows(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of the positions [start, end): views."""
-        return self.cos[start:end], self.sin[start:end]
-
-
-def make_table(rope: Rope, context: int, device: torch.device) -> RopeTable:
-    """The rotations of the positions [0, context). Computed in float64: at position 100,000 the angle of a float32
-    product is off by 0.004 radians."""
     angles = torch.outer(torch.arange(context, dtype=torch.float64), frequencies(rope, context))
     cos, sin = angles.cos() * attention_factor(rope), angles.sin() * attention_factor(rope)
-    return RopeTable(
+    return (
         torch.stack((cos, cos), 1).unsqueeze(1).to(device, torch.float32),
         torch.stack((-sin, sin), 1).unsqueeze(1).to(device, torch.float32),
     )

@@ -4,12 +4,79 @@ Shapes: T tokens of this step, S tokens the queries may look at, H query heads, 
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from exl2chat.ops.packed import Norm
+from exl2chat.ops.attention import Heads, Store
+from exl2chat.ops.packed import Norm, Weight
+
+recorded_rows = 0
+
+
+def embed(tokens: Tensor, table: Tensor, factor: float) -> Tensor:
+    """Rows of table [V, hidden], of any float dtype, times `factor`: tokens int64 [T] to float32 [T, hidden]."""
+    x = F.embedding(tokens, table).float()
+    return x if factor == 1 else x.mul_(factor)
+
+
+def norm(x: Tensor, norm: Norm, into: Weight) -> Tensor:  # noqa: ARG001
+    """rms_norm of the residual stream, float32 [T, hidden]; in the dtype that matrices are given."""
+    return rms_norm(x, norm)
+
+
+def add_norm(x: Tensor, out: Tensor, post: Norm | None, norm: Norm, into: Weight) -> Tensor:  # noqa: ARG001
+    """Add `out` [T, hidden], of any float dtype, to the residual stream x in place, itself normalised by `post` where
+    there are sandwich norms; norm(x)."""
+    x += out if post is None else rms_norm(out.float(), post)
+    return rms_norm(x, norm)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The cache as one layer sees it in one step (an Attend): `new` [2, G, T, D] to be written, keys and values
+    [1, G, S, D], which end in the same memory, within the layer's window, `mask` as `visible` made it."""
+
+    heads: Heads
+    cos: Tensor
+    sin: Tensor
+    new: Tensor
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None
+
+    def __call__(self, qkv: Tensor, head_norm: Norm | None, into: Weight) -> Tensor:  # noqa: ARG002
+        heads, groups, count = self.heads, self.heads.groups, qkv.shape[0]
+        qkv = qkv.float().view(count, -1, heads.size)
+        turning = qkv[:, :-groups]
+        if head_norm is not None:
+            turning.copy_(rms_norm(turning, head_norm))
+        rope_(turning, self.cos, self.sin)
+        q, kv = qkv[:, : -2 * groups], qkv[:, -2 * groups :]
+        self.new.copy_(kv.view(count, 2, groups, heads.size).permute(1, 2, 0, 3))
+        return attention(q, self.keys, self.values, heads.scale, self.mask, heads.cap)
+
+
+def attends(store: Store, count: int, heads: Heads, windows: Sequence[int | None]) -> list[View]:
+    """Each layer's view of the cache in a step of `count` tokens after `store.length`. A mask is made once a window."""
+    start, total = store.length, store.length + count
+    rows = store.storage.flatten(3, 4)
+    seen = rows[:, :, :, :total].unsqueeze(2)
+    cos, sin = store.cos[start:total], store.sin[start:total]
+    layers = (rows[:, :, :, start:total].unbind(0), seen[:, 0].unbind(0), seen[:, 1].unbind(0))
+    masks: dict[int | None, Tensor | None] = {}
+    views = []
+    for window, new, keys, values in zip(windows, *layers, strict=True):
+        reach = total if window is None else min(total, window + count - 1)
+        if window not in masks:
+            masks[window] = visible(count, reach, window, rows.device)
+        if reach < total:
+            keys, values = keys[:, :, -reach:], values[:, :, -reach:]
+        views.append(View(heads, cos, sin, new, keys, values, masks[window]))
+    return views
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -64,10 +131,15 @@ def _capped_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, mas
     return weights.to(values.dtype) @ values
 
 
-def gate(x: Tensor, activation: str) -> Tensor:
+def gate(x: Tensor, activation: str, into: Weight) -> Tensor:  # noqa: ARG001
     """activation(gate) * up: x [T, 2 * I] holds gate, then up; [T, I]. "silu", or "gelu_tanh" (the tanh formula)."""
     opened, up = x.chunk(2, -1)
     return (F.silu(opened) if activation == "silu" else F.gelu(opened, approximate="tanh")).mul_(up)
+
+
+def logits(out: Tensor, cap: float | None) -> Tensor:
+    """What the head gave, of any float dtype, in float32, soft-capped where there is a cap."""
+    return out.float() if cap is None else softcap(out.float(), cap)
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from exl2chat.ops import reference, select
-from exl2chat.ops.packed import pack_norm
+from exl2chat.ops.packed import Plain, pack_norm
 
 CPU = torch.device("cpu")
+NEXT = Plain(torch.empty(0), None)
 Array = npt.NDArray[np.float64]
 
 
@@ -23,7 +24,7 @@ def close(ours: torch.Tensor, expected: Array, atol: float = 2e-6) -> None:
 
 
 def test_the_cpu_runs_the_reference() -> None:
-    assert select(CPU) is reference
+    assert select(CPU, torch.float16, 64, 256, 512) is reference
 
 
 @pytest.mark.parametrize("size", [1, 8, 577])
@@ -107,7 +108,7 @@ def test_gate(activation: str) -> None:
         opened = gate / (1 + np.exp(-gate))
     else:
         opened = gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
-    close(reference.gate(x, activation), opened * up)
+    close(reference.gate(x, activation, NEXT), opened * up)
 
 
 def test_softcap() -> None:

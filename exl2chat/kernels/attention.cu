@@ -1,0 +1,320 @@
+// Attention of 1 to 16 new tokens over the cache, split along the cache (flash-decoding).
+//
+//     out[t, h] = softmax(cap(q[t, h] . k[g] * scale) over the tokens that t may look at) . v[g],  g = h / (H / G)
+//     token p + t (p = position) looks at tokens <= p + t, with a window w > 0 only at those > p + t - w;
+//     cap(s) = c * tanh(s / c) with a soft cap c > 0, else s
+//
+// layout    q        [T, H, D] float16
+//           cache    [2, G, S, D] float16, keys before values; T new tokens are in it already
+//           position [1] int32, how many tokens came before them
+//           out      [T, H * D] float16, or fragments by places [H * D] int32 (rows.cuh) where these are not 0
+//           partial  [Z * G, splits, 16, D] float32 and stats [Z * G, splits, 16] float2 (maximum, sum): work space
+//           arrived  [Z * G] int32, zero before the first call; zero again after every call
+// launch    grid (splits, Z * G), Z = ceil(T * H / G / 16), WARPS * 32 threads; block (s, z * G + g) has 16 queries (t, h)
+//           of group g and one part of the cache, of which warp w takes every WARPS-th 16 tokens. The last block of a row
+//           of the grid to arrive adds the parts. Shared bytes WARPS * STAGES * 64 * (HEAD_DIM + 8). One grid serves all
+//           lengths.
+// limits    D = HEAD_DIM, a multiple of 16 up to 256; rows aligned to 16 bytes; splits <= 128
+// numerics  float16 products, float32 sums, softmax in float32, its weights rounded to float16 for their product with v;
+//           warps, then parts, added in fixed order: bit-equal at every call
+// reference attend of exl2chat/ops/reference.py; tests/gpu/test_attention.py
+// source    FlashAttention-2 (arXiv 2307.08691) and flash-decoding (Dao et al. 2023)
+
+#include "rows.cuh"
+
+constexpr int TILE = 16;               // tokens a warp takes at a time, and queries of a block
+constexpr int PITCH = HEAD_DIM + 8;    // of a row in shared memory: 8 rows of a matrix lie in 32 different banks
+constexpr int CHUNKS = HEAD_DIM / 8;   // of 16 bytes in a row
+constexpr int STEPS = HEAD_DIM / 16;
+constexpr float NOTHING = -1e30f;      // a maximum over no token; finite, so that differences are
+
+struct Problem {
+    const __half *q, *cache;
+    const int *position, *places;
+    __half* out;
+    float* partial;
+    float2* stats;
+    int* arrived;
+    long long room;
+    int rows, heads, groups, window;
+    float scale, cap;
+};
+
+__device__ __forceinline__ int group_of(const Problem& p) { return blockIdx.y % p.groups; }
+
+__device__ __forceinline__ int first_query(const Problem& p) { return blockIdx.y / p.groups * TILE; }
+
+struct Part {  // of the cache, for this block
+    int first, end;      // tokens [first, end)
+    int active;          // blocks of this group that have a part
+};
+
+__device__ __forceinline__ Part find_part(const Problem& p, int position) {
+    const int end = position + p.rows, start = p.window > 0 ? max(0, position + 1 - p.window) : 0;
+    const int unit = WARPS * TILE, units = (end - start + unit - 1) / unit;
+    const int each = (units + gridDim.x - 1) / gridDim.x;
+    const int first = start + blockIdx.x * each * unit;
+    return {first, min(end, first + each * unit), (units + each - 1) / each};
+}
+
+__device__ __forceinline__ void copy16(__half* to, const __half* from, bool valid) {
+    const u32 address = (u32)__cvta_generic_to_shared(to);
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(valid ? 16 : 0));
+#else
+    *(uint4*)to = valid ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
+#endif
+}
+
+__device__ __forceinline__ void commit() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+template <int PENDING>
+__device__ __forceinline__ void await_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+    __syncwarp();
+}
+
+// 16 tokens of keys and values from `token` on into a stage of this warp; zeros where there is no token.
+__device__ __forceinline__ void fetch(__half* stage, const __half* keys, const __half* values, int token, int end) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < TILE * CHUNKS / 32; i++) {
+        const int chunk = i * 32 + lane, row = chunk / CHUNKS, column = chunk % CHUNKS * 8;
+        const bool valid = token + row < end;
+        const size_t from = valid ? (size_t)(token + row) * HEAD_DIM + column : 0;
+        copy16(stage + row * PITCH + column, keys + from, valid);
+        copy16(stage + (TILE + row) * PITCH + column, values + from, valid);
+    }
+}
+
+__device__ __forceinline__ void matrices(u32 (&r)[4], const __half* at) {
+    const u32 address = (u32)__cvta_generic_to_shared(at);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+}
+
+__device__ __forceinline__ void transposed(u32 (&r)[4], const __half* at) {
+    const u32 address = (u32)__cvta_generic_to_shared(at);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+}
+
+__device__ __forceinline__ u32 pair(float low, float high) {
+    const __half2 both = __floats2half2_rn(low, high);
+    return *(const u32*)&both;
+}
+
+// What a warp knows of its 16 queries; of a lane: rows g = lane / 4 and g + 8, columns 2 (lane % 4) + {0, 1} + 8 n.
+struct Running {
+    float most[2], sum[2];
+    float acc[2 * STEPS][4];
+};
+
+// The queries as A fragments; zeros beyond the last one.
+__device__ __forceinline__ void load_queries(u32 (&a)[STEPS][4], const Problem& p, int share) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int query = first_query(p) + (lane >> 2) + half * 8, row = query / share;
+        const int head = group_of(p) * share + query % share;
+        const __half* from = p.q + ((size_t)row * p.heads + head) * HEAD_DIM + (lane & 3) * 2;
+#pragma unroll
+        for (int s = 0; s < STEPS; s++)
+#pragma unroll
+            for (int high = 0; high < 2; high++)
+                a[s][half + 2 * high] = row < p.rows ? *(const u32*)(from + s * 16 + high * 8) : 0;
+    }
+}
+
+// The scores of 16 tokens, scaled, capped, and NOTHING where a query must not look.
+__device__ __forceinline__ void score(float (&s)[2][4], const u32 (&a)[STEPS][4], const __half* stage, const Problem& p,
+                                      int token, int end, const int (&own)[2]) {
+    const int lane = threadIdx.x & 31;
+    const __half* at = stage + ((lane >> 4) * 8 + (lane & 7)) * PITCH + ((lane >> 3) & 1) * 8;
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+        u32 b[4];
+        matrices(b, at + step * 16);
+        multiply(s[0], a[step], b[0], b[1]);
+        multiply(s[1], a[step], b[2], b[3]);
+    }
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int other = token + n * 8 + (lane & 3) * 2 + (i & 1), mine = own[i >> 1];
+            float v = s[n][i] * p.scale;
+            if (p.cap > 0) v = p.cap * tanhf(v / p.cap);
+            const bool visible = other < end && other <= mine && (p.window <= 0 || other > mine - p.window);
+            s[n][i] = visible ? v : NOTHING;
+        }
+}
+
+__device__ __forceinline__ void absorb(Running& r, float (&s)[2][4], const __half* values) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float most = fmaxf(fmaxf(s[0][2 * half], s[0][2 * half + 1]), fmaxf(s[1][2 * half], s[1][2 * half + 1]));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(fmaxf(most, __shfl_xor_sync(~0u, most, 2)), r.most[half]);
+        const float keep = __expf(r.most[half] - most);
+        r.most[half] = most;
+        float sum = 0;
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+#pragma unroll
+            for (int i = 2 * half; i < 2 * half + 2; i++) {
+                s[n][i] = s[n][i] > NOTHING ? __expf(s[n][i] - most) : 0;
+                sum += s[n][i];
+            }
+        r.sum[half] = r.sum[half] * keep + sum;
+#pragma unroll
+        for (int n = 0; n < 2 * STEPS; n++) {
+            r.acc[n][2 * half] *= keep;
+            r.acc[n][2 * half + 1] *= keep;
+        }
+    }
+    const u32 a[4] = {pair(s[0][0], s[0][1]), pair(s[0][2], s[0][3]), pair(s[1][0], s[1][1]), pair(s[1][2], s[1][3])};
+    const __half* at = values + (((lane >> 3) & 1) * 8 + (lane & 7)) * PITCH + (lane >> 4) * 8;
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+        u32 b[4];
+        transposed(b, at + step * 16);
+        multiply(r.acc[2 * step], a, b[0], b[1]);
+        multiply(r.acc[2 * step + 1], a, b[2], b[3]);
+    }
+}
+
+// The warps' sums, weighed and added into shared memory: rows [16][D] of `sums` and their (maximum, sum).
+__device__ __forceinline__ void merge_warps(Running& r, float* sums, float2 (*stats)[TILE]) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        r.sum[half] += __shfl_xor_sync(~0u, r.sum[half], 1);
+        r.sum[half] += __shfl_xor_sync(~0u, r.sum[half], 2);
+        if ((lane & 3) == 0) stats[warp][half * 8 + (lane >> 2)] = make_float2(r.most[half], r.sum[half]);
+    }
+    __syncthreads();  // everybody's stages are read, too: their memory becomes `sums`
+    float* mine = sums + warp * TILE * HEAD_DIM;
+#pragma unroll
+    for (int n = 0; n < 2 * STEPS; n++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            *(float2*)(mine + (half * 8 + (lane >> 2)) * HEAD_DIM + n * 8 + (lane & 3) * 2) =
+                make_float2(r.acc[n][2 * half], r.acc[n][2 * half + 1]);
+    __syncthreads();
+}
+
+// Four columns of one query from `count` parts: their weighed sum, and (maximum, sum of weights).
+struct Total {
+    float4 acc;
+    float2 stats;
+};
+
+__device__ __forceinline__ Total add_parts(const float* sums, const float2* stats, int count, int query, int column) {
+    float most = NOTHING;
+    for (int i = 0; i < count; i++) most = fmaxf(most, stats[i * TILE + query].x);
+    Total total = {make_float4(0, 0, 0, 0), make_float2(most, 0)};
+#pragma unroll 4
+    for (int i = 0; i < count; i++) {
+        const float2 part = stats[i * TILE + query];
+        const float weight = __expf(part.x - most);
+        const float4 v = *(const float4*)(sums + ((size_t)i * TILE + query) * HEAD_DIM + column);
+        total.acc.x += weight * v.x, total.acc.y += weight * v.y, total.acc.z += weight * v.z, total.acc.w += weight * v.w;
+        total.stats.y += weight * part.y;
+    }
+    return total;
+}
+
+__device__ __forceinline__ void write(const Total& total, const Problem& p, int share, int query, int column) {
+    query += first_query(p);
+    const float inverse = 1 / total.stats.y;
+    const float4 v = make_float4(total.acc.x * inverse, total.acc.y * inverse, total.acc.z * inverse, total.acc.w * inverse);
+    const int4 to = places4(p.places, (group_of(p) * share + query % share) * HEAD_DIM + column);
+    put4(p.out, p.places, to, query / share, p.rows, p.heads * HEAD_DIM, v);
+}
+
+// True in the block that arrives last, which then sees what all have written.
+__device__ __forceinline__ bool is_last(int* arrived, int active) {
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(arrived, 1) == active - 1;
+        if (last) *arrived = 0;
+    }
+    __syncthreads();
+    __threadfence();
+    return last;
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+attention(const __grid_constant__ Problem p) {
+    extern __shared__ uint4 shared[];
+    __shared__ float2 stats[WARPS][TILE];
+    const int warp = threadIdx.x >> 5, share = p.heads / p.groups, position = *p.position;
+    const Part part = find_part(p, position);
+    if (part.first >= part.end) return;
+    const __half* keys = p.cache + (size_t)group_of(p) * p.room * HEAD_DIM;
+    const __half* values = keys + (size_t)p.groups * p.room * HEAD_DIM;
+    __half* stages = (__half*)shared + warp * STAGES * 2 * TILE * PITCH;
+    const int begin = part.first + warp * TILE, step = WARPS * TILE;
+    const bool early = begin + (STAGES - 2) * step + TILE <= position;  // no new token among the first stages
+    if (!early) await_predecessor();
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) {
+        if (begin + i * step < part.end) fetch(stages + i * 2 * TILE * PITCH, keys, values, begin + i * step, part.end);
+        commit();
+    }
+    if (early) await_predecessor();
+    release_successor();
+
+    u32 a[STEPS][4];
+    load_queries(a, p, share);
+    int own[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        own[half] = position + (first_query(p) + ((threadIdx.x & 31) >> 2) + half * 8) / share;
+    Running r = {{NOTHING, NOTHING}};
+    int stage = 0;
+    for (int token = begin; token < part.end; token += step) {
+        await_copies<STAGES - 2>();
+        const int ahead = token + (STAGES - 1) * step, next = stage == 0 ? STAGES - 1 : stage - 1;
+        if (ahead < part.end) fetch(stages + next * 2 * TILE * PITCH, keys, values, ahead, part.end);
+        commit();
+        const __half* now = stages + stage * 2 * TILE * PITCH;
+        float s[2][4] = {};
+        score(s, a, now, p, token, part.end, own);
+        absorb(r, s, now + TILE * PITCH);
+        __syncwarp();
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+
+    await_copies<0>();
+    float* sums = (float*)shared;
+    merge_warps(r, sums, stats);
+    const int queries = min(TILE, p.rows * share - first_query(p)), columns = HEAD_DIM / 4;
+    float* all = p.partial + (size_t)blockIdx.y * gridDim.x * TILE * HEAD_DIM;
+    float2* all_stats = p.stats + (size_t)blockIdx.y * gridDim.x * TILE;
+    for (int i = threadIdx.x; i < queries * columns; i += WARPS * 32) {
+        const int query = i / columns, column = i % columns * 4;
+        const Total total = add_parts(sums, stats[0], WARPS, query, column);
+        if (part.active == 1) {
+            write(total, p, share, query, column);
+            continue;
+        }
+        *(float4*)(all + ((size_t)blockIdx.x * TILE + query) * HEAD_DIM + column) = total.acc;
+        if (column == 0) all_stats[blockIdx.x * TILE + query] = total.stats;
+    }
+    if (part.active == 1 || !is_last(p.arrived + blockIdx.y, part.active)) return;
+    for (int i = threadIdx.x; i < queries * columns; i += WARPS * 32) {
+        const int query = i / columns, column = i % columns * 4;
+        write(add_parts(all, all_stats, part.active, query, column), p, share, query, column);
+    }
+}

@@ -1,0 +1,41 @@
+"""What attention is told: the heads of a model, the memory of their keys and values, and a layer's place in it."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from exl2chat.ops.packed import Norm, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """H query heads, of which H / G share each of G key/value heads, of `size` dimensions. q.k is multiplied by `scale`
+    and, with a soft cap, becomes cap * tanh(s / cap)."""
+
+    queries: int
+    groups: int
+    size: int
+    scale: float
+    cap: float | None
+
+
+class Store(Protocol):
+    """A KV cache: storage [layers, 2, G, pages, page, D], a sequence's pages one after another, `length` tokens of it
+    in use; cos and sin [positions, 1, 2, R / 2] (engine/rope.py). `position` [1] int32 is the length, on the device."""
+
+    storage: Tensor
+    cos: Tensor
+    sin: Tensor
+    position: Tensor
+    length: int
+
+
+class Attend(Protocol):
+    """One layer's attention in one step of T tokens: qkv [T, (H + 2 G) * D], queries, keys and values, to [T, H * D].
+
+    Queries and keys are normalised by `head_norm` (scale [H + G, D]) where there is one, and turned by RoPE; keys and
+    values go into the cache; then every query looks at the tokens up to its own, within the layer's window.
+    """
+
+    def __call__(self, qkv: Tensor, head_norm: Norm | None, into: Weight) -> Tensor: ...

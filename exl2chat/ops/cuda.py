@@ -1,0 +1,206 @@
+"""The ops through our CUDA kernels (exl2chat/kernels), for float16 models. Contracts: `exl2chat.ops.reference`.
+
+Activations between ops are float16, the residual stream and logits float32; matrices may give float16 or float32. Few
+rows pass between packed matrices as these take and give them: fragments, and partial sums (kernels/rows.cuh).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from exl2chat import kernels
+from exl2chat.kernels import Argument, Kernel
+from exl2chat.ops import reference
+from exl2chat.ops.attention import Heads, Store
+from exl2chat.ops.packed import Norm, Weight
+from exl2chat.ops.tiled import TiledWeight
+
+MAX_ROWS = 16
+MAX_WIDTH = 16384  # of a row that norm.cu holds in registers: 1024 threads, 4 * 4 numbers each
+MAX_HEAD_DIM = 256
+TILE = 16
+MAX_SPLITS = 128
+BLOCKS_PER_SM = 2
+STAGES = 2
+
+# Problem in attention.cu
+PROBLEM = np.dtype(
+    [(name, np.uint64) for name in ("q", "cache", "position", "places", "out", "partial", "stats", "arrived")]
+    + [("room", np.int64)]
+    + [(name, np.int32) for name in ("rows", "heads", "groups", "window")]
+    + [("scale", np.float32), ("cap", np.float32)]
+)
+
+
+def supports(dtype: torch.dtype, head_dim: int, hidden: int, inner: int) -> bool:
+    """Whether the kernels can run a model (see `ops.select`)."""
+    heads = head_dim % TILE == 0 and head_dim <= MAX_HEAD_DIM
+    return dtype == torch.float16 and heads and hidden % 4 == 0 and hidden <= MAX_WIDTH and inner % 4 == 0
+
+
+class CudaOps:
+    """The ops on one device. One step at a time: the attention kernel keeps count of its blocks in `arrived`."""
+
+    recorded_rows = MAX_ROWS
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._arrived = torch.zeros(1 << 14, dtype=torch.int32, device=device)
+        properties = torch.cuda.get_device_properties(device)
+        self._blocks = properties.multi_processor_count * BLOCKS_PER_SM
+        self._shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+    def embed(self, tokens: Tensor, table: Tensor, factor: float) -> Tensor:
+        size = table.shape[1]
+        x = torch.empty(tokens.shape[0], size, device=self._device)
+        kernel, threads = self._row_kernel(f"embed_{_suffix(table)}", size)
+        kernel.launch((tokens.shape[0], 1), threads, 0, tokens, table, _float(factor), x, size)
+        return x
+
+    def norm(self, x: Tensor, norm: Norm, into: Weight) -> Tensor:
+        rows, size = x.shape
+        y, places = self._activations(rows, size, into)
+        kernel, threads = self._row_kernel("norm_only", size)
+        kernel.launch((rows, 1), threads, 0, x, norm.scale, norm.floor, places, y, size)
+        return y
+
+    def add_norm(self, x: Tensor, out: Tensor, post: Norm | None, norm: Norm, into: Weight) -> Tensor:
+        rows, size = x.shape
+        y, places = self._activations(rows, size, into)
+        sandwich = (_NOWHERE, _NOWHERE) if post is None else (post.scale, post.floor)
+        kernel, threads = self._row_kernel(f"add_norm_{_suffix(out)}", size)
+        kernel.launch(
+            (rows, 1), threads, 0, x, out, _parts(out), *sandwich, norm.scale, norm.floor, places, y, size
+        )  # fmt: skip
+        return y
+
+    def gate(self, x: Tensor, activation: str, into: Weight) -> Tensor:
+        rows, inner = x.shape[-2], x.shape[-1] // 2
+        y, places = self._activations(rows, inner, into)
+        kernel = kernels.load("gate.cu", f"{activation}_{_suffix(x)}", self._device)
+        kernel.launch((-(-inner // 512), rows), 128, 0, x, _parts(x), places, y, inner)
+        return y
+
+    def logits(self, out: Tensor, cap: float | None) -> Tensor:
+        rows, size = out.shape[-2:]
+        if _parts(out) == 1 and out.dtype == torch.float32 and cap is None:
+            return out.view(rows, size)
+        y = torch.empty(rows, size, device=self._device)
+        kernel = kernels.load("gate.cu", f"logits_{_suffix(out)}", self._device)
+        kernel.launch((-(-y.numel() // 256), 1), 256, 0, out, _parts(out), y, _float(cap or 0), y.numel())
+        return y
+
+    def attends(self, store: Store, count: int, heads: Heads, windows: Sequence[int | None]) -> "list[_Attend]":
+        """As the reference; with up to MAX_ROWS tokens, nothing in it depends on `store.length`."""
+        layers = store.storage.flatten(3, 4).unbind(0)
+        if count <= MAX_ROWS:
+            return [_Attend(self, store, layer, heads, w, None) for layer, w in zip(layers, windows, strict=True)]
+        views = reference.attends(store, count, heads, windows)
+        return [
+            _Attend(self, store, layer, heads, window, _fused(view, count, window))
+            for layer, view, window in zip(layers, views, windows, strict=True)
+        ]
+
+    def rope_cache(self, qkv: Tensor, head_norm: Norm | None, store: Store, layer: Tensor, heads: Heads) -> Tensor:
+        """The queries of qkv, normalised and turned, float16 [T, H, D]; its keys and values go to `layer`
+        [2, G, S, D] from `store.position` on."""
+        count, size = qkv.shape[-2], heads.size
+        q = torch.empty(count, heads.queries, size, dtype=torch.float16, device=self._device)
+        norm = (_NOWHERE, _NOWHERE) if head_norm is None else (head_norm.scale, head_norm.floor)
+        kernel = kernels.load("rope_cache.cu", f"rope_cache_{_suffix(qkv)}", self._device)
+        kernel.launch(
+            (heads.queries + 2 * heads.groups, count), 32, 4 * size,
+            qkv, _parts(qkv), *norm, store.cos, store.sin, store.position, q, layer, heads.queries, heads.groups, size,
+            2 * store.cos.shape[-1], np.array(layer.shape[2], np.int64),
+        )  # fmt: skip
+        return q
+
+    def attention(
+        self, q: Tensor, layer: Tensor, position: Tensor, heads: Heads, window: int | None, into: Weight
+    ) -> Tensor:
+        """What the queries q [T, H, D] of the tokens from `position` on see in `layer` [2, G, S, D]."""
+        count, size = q.shape[0], heads.size
+        rows = -(-count * heads.queries // heads.groups // TILE) * heads.groups
+        splits = min(MAX_SPLITS, max(1, self._blocks // rows))
+        out, places = self._activations(count, heads.queries * size, into)
+        partial = torch.empty(rows, splits, TILE, size + 2, device=self._device)
+        problem = np.zeros((), PROBLEM)
+        for name, tensor in (("q", q), ("cache", layer), ("position", position), ("out", out), ("partial", partial),
+                             ("arrived", self._arrived)):  # fmt: skip
+            problem[name] = tensor.data_ptr()
+        problem["places"] = places.data_ptr() if isinstance(places, Tensor) else 0
+        problem["stats"] = partial.data_ptr() + 4 * rows * splits * TILE * size
+        problem["room"], problem["rows"] = layer.shape[2], count
+        problem["heads"], problem["groups"], problem["window"] = heads.queries, heads.groups, window or 0
+        problem["scale"], problem["cap"] = heads.scale, heads.cap or 0
+        warps = next(warps for warps in (4, 2, 1) if warps == 1 or _stage_bytes(warps, size) <= self._shared)
+        shared = _stage_bytes(warps, size)
+        kernel = kernels.load("attention.cu", "attention", self._device, HEAD_DIM=size, WARPS=warps, STAGES=STAGES)
+        kernel.launch((splits, rows), warps * 32, shared, problem)
+        return out
+
+    def _activations(self, rows: int, width: int, into: Weight) -> tuple[Tensor, Argument]:
+        """Memory for float16 activations in the form that `into` takes, and where each column goes in it."""
+        if isinstance(into, TiledWeight) and rows <= into.most_rows:
+            return torch.empty(width // 32, rows, 4, 8, dtype=torch.float16, device=self._device), into.places
+        return torch.empty(rows, width, dtype=torch.float16, device=self._device), _NOWHERE
+
+    def _row_kernel(self, name: str, size: int) -> tuple[Kernel, int]:
+        """A kernel of norm.cu for rows of `size`, and how many threads take one."""
+        threads = min(1024, -(-size // 128) * 32)
+        units = next(units for units in (1, 2, 4) if units * threads * 4 >= size)
+        return kernels.load("norm.cu", name, self._device, UNITS=units), threads
+
+
+@dataclass(frozen=True, slots=True)
+class _Attend:
+    """An Attend: through our kernel, or through torch where there is a `view` of many tokens."""
+
+    ops: CudaOps
+    store: Store
+    layer: Tensor
+    heads: Heads
+    window: int | None
+    view: reference.View | None
+
+    def __call__(self, qkv: Tensor, head_norm: Norm | None, into: Weight) -> Tensor:
+        q = self.ops.rope_cache(qkv, head_norm, self.store, self.layer, self.heads)
+        if self.view is None:
+            return self.ops.attention(q, self.layer, self.store.position, self.heads, self.window, into)
+        view = self.view
+        return reference.attention(q, view.keys, view.values, self.heads.scale, view.mask, self.heads.cap)
+
+
+def _fused(view: reference.View, count: int, window: int | None) -> reference.View:
+    """The view with its mask as torch's fused attention takes it: causal order needs none."""
+    total = view.keys.shape[2]
+    if view.mask is None or view.heads.cap is not None:
+        return view
+    causal = window is None or total <= window
+    return replace(view, mask=causal_lower_right(count, total) if causal else view.mask.half())
+
+
+_NOWHERE = np.array(0, np.uint64)
+
+
+def _float(value: float) -> NDArray[np.float32]:
+    return np.array(value, np.float32)
+
+
+def _parts(x: Tensor) -> int:
+    """How many partial sums x is made of."""
+    return x.shape[0] if x.dim() == 3 else 1
+
+
+def _suffix(x: Tensor) -> str:
+    """How the kernels call the dtype of their input."""
+    return {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}[x.dtype]
+
+
+def _stage_bytes(warps: int, size: int) -> int:
+    return warps * STAGES * 4 * TILE * (size + 8)
