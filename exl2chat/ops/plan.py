@@ -39,21 +39,20 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A variant of the kernel: warps of a block, blocks of a launch on each multiprocessor, blocks that its registers
-    have room for (where more, the next kernel begins to load beside this one), and chunks of 16 bytes that a lane has
+    """A variant of the kernel: warps of a block, blocks on each multiprocessor, and chunks of 16 bytes that a lane has
     on their way."""
 
     warps: int
     blocks: int
-    room: int
     chunks: int
 
 
-# Measured on an H200 with the matrices of an 8B model: benchmarks/gpu-report.json.
-LONG = Shape(16, 1, 1, 8)
-SHORT = Shape(8, 3, 3, 4)
-WIDE = Shape(8, 2, 2, 8)
-SHAPES = (LONG, SHORT, WIDE)
+# Of 15 variants and 4 splits the fastest on an H200 with the matrices of an 8B model at 4.1 bits (us, one row):
+# q/k/v 5.6, o 4.7, down 9.8 and a head of 6 bits 97 with SHORT, gate/up 17.0 with LONG. Rings in shared memory
+# (cp.async), and blocks of half a multiprocessor beside which the next kernel could begin, were slower throughout.
+LONG = Shape(16, 1, 4)
+SHORT = Shape(8, 2, 4)
+SHAPES = (LONG, SHORT)
 ROWS = (1, 8, 16)
 
 
@@ -174,14 +173,13 @@ def make_plan(sizes: Sequence[Size], rows: int, gpu: Gpu) -> Plan | None:
 
 
 def choose(sizes: Sequence[Size], gpu: Gpu) -> tuple[Shape, int]:
-    """The variant and the split for matrices side by side, by how many strips there are and how long they are."""
+    """The variant and the split for matrices side by side: few strips are split along K until all blocks have one."""
     strips = sum(size.strips for size in sizes)
-    quads = max(size.tiles for size in sizes) // 4
     if strips >= 16 * gpu.processors:
-        return WIDE, 0
-    if strips >= 3 * gpu.processors or quads >= 64:
+        return SHORT, 0
+    if strips >= 3 * gpu.processors:
         return LONG, 0
-    return (LONG, 1) if strips <= gpu.processors else (SHORT, 2)
+    return SHORT, 2 if strips < 2 * gpu.processors else 1
 
 
 def lay_out(sizes: Sequence[Size], rows: int, gpu: Gpu, shape: Shape, split: int) -> Plan:

@@ -199,6 +199,6 @@ def prepare(plan: Plan, matrices: Sequence[Tiled]) -> Launch:
     shape = plan.shape
     kernel = load(
         "gemv.cu", "gemv", matrices[0].weights.device,
-        WARPS=shape.warps, BLOCKS=shape.room, CHUNKS=shape.chunks, ROWS=plan.rows, GPTQ=int(matrices[0].is_gptq),
+        WARPS=shape.warps, BLOCKS=shape.blocks, CHUNKS=shape.chunks, ROWS=plan.rows, GPTQ=int(matrices[0].is_gptq),
     )  # fmt: skip
     return Launch(plan, kernel, records)

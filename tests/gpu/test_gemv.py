@@ -112,10 +112,10 @@ def test_gptq_with_act_order_and_columns_that_fill_no_strip(columns: int, tmp_pa
 @pytest.mark.parametrize("split", [0, 1, 2])
 @pytest.mark.parametrize("rows", ROWS)
 def test_every_variant_and_split(shape: Shape, split: int, rows: int, tmp_path: Path) -> None:
-    linear, dense = make_exl2(tmp_path, [(5, 128), *[(4, 128)] * 15, (3, 64)], 160)
+    linear, dense = make_exl2(tmp_path, [(5, 128), *[(4, 128)] * 9, (3, 64)], 160)
     weight = tile([linear], DEVICE)
     assert isinstance(weight, TiledWeight)
-    plan = lay_out([weight.matrices[0].size], rows, Gpu(4, 200_000), shape, split)
+    plan = lay_out([weight.matrices[0].size], rows, Gpu(8, 200_000), shape, split)
     x = torch.randn(rows, len(dense)).half()
     variant = TiledWeight(weight.matrices, weight.order, {rows: prepare(plan, weight.matrices)}, 160)
     assert_close(variant(x.to(DEVICE)), x, dense)
