@@ -1,60 +1,66 @@
-// Attention of 1 to 16 new tokens over the cache, split along the cache (flash-decoding).
+// Attention of few new tokens over the cache, split along the cache (flash-decoding), from what the matrix of queries, keys
+// and values gave: head norm, RoPE, the new keys and values into the cache, then
 //
 //     out[t, h] = softmax(cap(q[t, h] . k[g] * scale) over the tokens that t may look at) . v[g],  g = h / (H / G)
 //     token p + t (p = position) looks at tokens <= p + t, with a window w > 0 only at those > p + t - w;
 //     cap(s) = c * tanh(s / c) with a soft cap c > 0, else s
 //
-// layout    q        [T, H, D] float16
-//           cache    [2, G, S, D] float16, keys before values; T new tokens are in it already
-//           position [1] int32, how many tokens came before them
+// layout    qkv      [parts, T, H + 2 G, D] float16 or float32, parts to be added; turning: see rope.cuh
+//           cache    [2, G, S, D] float16, keys before values: the pages of a sequence follow one another
+//           position [1] int32, how many tokens came before
 //           out      [T, H * D] float16, or fragments by places [H * D] int32 (rows.cuh) where these are not 0
-//           partial  [Z * G, splits, 16, D] float32 and stats [Z * G, splits, 16] float2 (maximum, sum): work space
+//           partial  [Z * G, splits, QUERIES, D] float32 and stats [Z * G, splits, QUERIES] float2 (maximum, sum): work space
 //           arrived  [Z * G] int32, zero before the first call; zero again after every call
-// launch    grid (splits, Z * G), Z = ceil(T * H / G / 16), WARPS * 32 threads; block (s, z * G + g) has 16 queries (t, h)
-//           of group g and one part of the cache, of which warp w takes every WARPS-th 16 tokens. The last block of a row
-//           of the grid to arrive adds the parts. Shared bytes WARPS * STAGES * 64 * (HEAD_DIM + 8). One grid serves all
-//           lengths.
-// limits    D = HEAD_DIM, a multiple of 16 up to 256; rows aligned to 16 bytes; splits <= 128
+// launch    grid (splits, Z * G), Z = ceil(T * H / G / QUERIES), QUERIES = 16 QTILES; WARPS * 32 threads. Block
+//           (s, z * G + g) has QUERIES queries (t, h) of group g and one part of the cache, of which warp w takes every
+//           WARPS-th 16 tokens, STAGES - 1 of them on their way. The last block of a row of the grid to arrive adds the
+//           parts. One grid serves all lengths. Shared bytes (QUERIES + WARPS * STAGES * 32) * 2 * (HEAD_DIM + 8)
+// limits    D = HEAD_DIM, a multiple of 16 up to 256; rows aligned to 16 bytes; splits <= 128; STAGES >= QTILES
 // numerics  float16 products, float32 sums, softmax in float32, its weights rounded to float16 for their product with v;
 //           warps, then parts, added in fixed order: bit-equal at every call
-// reference attend of exl2chat/ops/reference.py; tests/gpu/test_attention.py
+// reference attends of exl2chat/ops/reference.py; tests/gpu/test_attention.py
 // source    FlashAttention-2 (arXiv 2307.08691) and flash-decoding (Dao et al. 2023)
 
+#include "rope.cuh"
 #include "rows.cuh"
 
-constexpr int TILE = 16;               // tokens a warp takes at a time, and queries of a block
+constexpr int TILE = 16;               // tokens a warp takes at a time
+constexpr int QUERIES = 16 * QTILES;   // of a block
 constexpr int PITCH = HEAD_DIM + 8;    // of a row in shared memory: 8 rows of a matrix lie in 32 different banks
 constexpr int CHUNKS = HEAD_DIM / 8;   // of 16 bytes in a row
 constexpr int STEPS = HEAD_DIM / 16;
+constexpr int LEAST = (STAGES - 1) * WARPS * TILE;  // tokens of a part: fewer would take a block as long
 constexpr float NOTHING = -1e30f;      // a maximum over no token; finite, so that differences are
 
 struct Problem {
-    const __half *q, *cache;
+    const void* qkv;
+    Turning turning;
+    __half* cache;
     const int *position, *places;
     __half* out;
     float* partial;
     float2* stats;
     int* arrived;
     long long room;
-    int rows, heads, groups, window;
+    int parts, rows, heads, groups, window;
     float scale, cap;
 };
 
 __device__ __forceinline__ int group_of(const Problem& p) { return blockIdx.y % p.groups; }
 
-__device__ __forceinline__ int first_query(const Problem& p) { return blockIdx.y / p.groups * TILE; }
+__device__ __forceinline__ int first_query(const Problem& p) { return blockIdx.y / p.groups * QUERIES; }
 
-struct Part {  // of the cache, for this block
-    int first, end;      // tokens [first, end)
-    int active;          // blocks of this group that have a part
+struct Part {        // of the cache, for this block
+    int first, end;  // tokens [first, end)
+    int active;      // blocks of this group that have a part
 };
 
 __device__ __forceinline__ Part find_part(const Problem& p, int position) {
     const int end = position + p.rows, start = p.window > 0 ? max(0, position + 1 - p.window) : 0;
-    const int unit = WARPS * TILE, units = (end - start + unit - 1) / unit;
-    const int each = (units + gridDim.x - 1) / gridDim.x;
-    const int first = start + blockIdx.x * each * unit;
-    return {first, min(end, first + each * unit), (units + each - 1) / each};
+    const int tiles = (end - start + TILE - 1) / TILE;
+    const int each = max(LEAST, (tiles + gridDim.x - 1) / gridDim.x * TILE);
+    const int first = start + blockIdx.x * each;
+    return {first, min(end, first + each), (end - start + each - 1) / each};
 }
 
 __device__ __forceinline__ void copy16(__half* to, const __half* from, bool valid) {
@@ -110,39 +116,46 @@ __device__ __forceinline__ u32 pair(float low, float high) {
     return *(const u32*)&both;
 }
 
-// What a warp knows of its 16 queries; of a lane: rows g = lane / 4 and g + 8, columns 2 (lane % 4) + {0, 1} + 8 n.
+// What a warp knows of 16 queries; of a lane: rows g = lane / 4 and g + 8, columns 2 (lane % 4) + {0, 1} + 8 n.
 struct Running {
     float most[2], sum[2];
     float acc[2 * STEPS][4];
 };
 
-// The queries as A fragments; zeros beyond the last one.
-__device__ __forceinline__ void load_queries(u32 (&a)[STEPS][4], const Problem& p, int share) {
-    const int lane = threadIdx.x & 31;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int query = first_query(p) + (lane >> 2) + half * 8, row = query / share;
-        const int head = group_of(p) * share + query % share;
-        const __half* from = p.q + ((size_t)row * p.heads + head) * HEAD_DIM + (lane & 3) * 2;
-#pragma unroll
-        for (int s = 0; s < STEPS; s++)
-#pragma unroll
-            for (int high = 0; high < 2; high++)
-                a[s][half + 2 * high] = row < p.rows ? *(const u32*)(from + s * 16 + high * 8) : 0;
+// The block's queries into shared memory, zeros beyond the last; the group's new keys and values that lie in this part
+// into the cache.
+template <typename T>
+__device__ __forceinline__ void turn_heads(const Problem& p, const Part& part, int position, int share, __half* queries) {
+    __shared__ float v[WARPS][HEAD_DIM];
+    const int warp = threadIdx.x >> 5, all = p.heads + 2 * p.groups;
+    const int count = min(QUERIES, p.rows * share - first_query(p));
+    for (int i = count * PITCH + threadIdx.x; i < QUERIES * PITCH; i += WARPS * 32) queries[i] = __float2half_rn(0);
+    for (int i = warp; i < count + 2 * p.rows; i += WARPS) {
+        const int query = first_query(p) + i, other = i - count;
+        const int row = i < count ? query / share : other >> 1, place = position + row;
+        const int cached = group_of(p) + (other & 1) * p.groups;
+        if (i >= count && (place < part.first || place >= part.end)) continue;
+        const int head = i < count ? group_of(p) * share + query % share : p.heads + cached;
+        __half* to = i < count ? queries + i * PITCH : p.cache + ((size_t)cached * p.room + place) * HEAD_DIM;
+        turn_head<HEAD_DIM>((const T*)p.qkv + ((size_t)row * all + head) * HEAD_DIM, p.parts,
+                            (size_t)p.rows * all * HEAD_DIM, p.turning, head, p.heads + p.groups, place, v[warp], to);
     }
 }
 
-// The scores of 16 tokens, scaled, capped, and NOTHING where a query must not look.
-__device__ __forceinline__ void score(float (&s)[2][4], const u32 (&a)[STEPS][4], const __half* stage, const Problem& p,
+// The scores of 16 queries and 16 tokens, scaled, capped, and NOTHING where a query must not look; own: the tokens that
+// are the lane's two queries.
+__device__ __forceinline__ void score(float (&s)[2][4], const __half* queries, const __half* keys, const Problem& p,
                                       int token, int end, const int (&own)[2]) {
     const int lane = threadIdx.x & 31;
-    const __half* at = stage + ((lane >> 4) * 8 + (lane & 7)) * PITCH + ((lane >> 3) & 1) * 8;
+    const __half* rows = queries + (lane & 15) * PITCH + (lane >> 4) * 8;
+    const __half* columns = keys + ((lane >> 4) * 8 + (lane & 7)) * PITCH + ((lane >> 3) & 1) * 8;
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-        u32 b[4];
-        matrices(b, at + step * 16);
-        multiply(s[0], a[step], b[0], b[1]);
-        multiply(s[1], a[step], b[2], b[3]);
+        u32 a[4], b[4];
+        matrices(a, rows + step * 16);
+        matrices(b, columns + step * 16);
+        multiply(s[0], a, b[0], b[1]);
+        multiply(s[1], a, b[2], b[3]);
     }
 #pragma unroll
     for (int n = 0; n < 2; n++)
@@ -191,27 +204,28 @@ __device__ __forceinline__ void absorb(Running& r, float (&s)[2][4], const __hal
     }
 }
 
-// The warps' sums, weighed and added into shared memory: rows [16][D] of `sums` and their (maximum, sum).
-__device__ __forceinline__ void merge_warps(Running& r, float* sums, float2 (*stats)[TILE]) {
+// Every warp's sums into shared memory, [WARPS][QUERIES][D], and their (maximum, sum) into `stats`.
+__device__ __forceinline__ void gather_warps(Running (&running)[QTILES], float* sums, float2* stats) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    __syncthreads();  // everybody's stages are read: their memory becomes `sums`
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        r.sum[half] += __shfl_xor_sync(~0u, r.sum[half], 1);
-        r.sum[half] += __shfl_xor_sync(~0u, r.sum[half], 2);
-        if ((lane & 3) == 0) stats[warp][half * 8 + (lane >> 2)] = make_float2(r.most[half], r.sum[half]);
-    }
-    __syncthreads();  // everybody's stages are read, too: their memory becomes `sums`
-    float* mine = sums + warp * TILE * HEAD_DIM;
+    for (int q = 0; q < QTILES; q++)
 #pragma unroll
-    for (int n = 0; n < 2 * STEPS; n++)
+        for (int half = 0; half < 2; half++) {
+            Running& r = running[q];
+            r.sum[half] += __shfl_xor_sync(~0u, r.sum[half], 1);
+            r.sum[half] += __shfl_xor_sync(~0u, r.sum[half], 2);
+            const int query = warp * QUERIES + q * 16 + half * 8 + (lane >> 2);
+            if ((lane & 3) == 0) stats[query] = make_float2(r.most[half], r.sum[half]);
 #pragma unroll
-        for (int half = 0; half < 2; half++)
-            *(float2*)(mine + (half * 8 + (lane >> 2)) * HEAD_DIM + n * 8 + (lane & 3) * 2) =
-                make_float2(r.acc[n][2 * half], r.acc[n][2 * half + 1]);
+            for (int n = 0; n < 2 * STEPS; n++)
+                *(float2*)(sums + query * HEAD_DIM + n * 8 + (lane & 3) * 2) =
+                    make_float2(r.acc[n][2 * half], r.acc[n][2 * half + 1]);
+        }
     __syncthreads();
 }
 
-// Four columns of one query from `count` parts: their weighed sum, and (maximum, sum of weights).
+// Four columns of one query: their weighed sum, and (maximum, sum of weights).
 struct Total {
     float4 acc;
     float2 stats;
@@ -219,14 +233,15 @@ struct Total {
 
 __device__ __forceinline__ Total add_parts(const float* sums, const float2* stats, int count, int query, int column) {
     float most = NOTHING;
-    for (int i = 0; i < count; i++) most = fmaxf(most, stats[i * TILE + query].x);
+#pragma unroll 8
+    for (int i = 0; i < count; i++) most = fmaxf(most, stats[i * QUERIES + query].x);
     Total total = {make_float4(0, 0, 0, 0), make_float2(most, 0)};
-#pragma unroll 4
+#pragma unroll 8
     for (int i = 0; i < count; i++) {
-        const float2 part = stats[i * TILE + query];
+        const float2 part = stats[i * QUERIES + query];
         const float weight = __expf(part.x - most);
-        const float4 v = *(const float4*)(sums + ((size_t)i * TILE + query) * HEAD_DIM + column);
-        total.acc.x += weight * v.x, total.acc.y += weight * v.y, total.acc.z += weight * v.z, total.acc.w += weight * v.w;
+        const float4 v = *(const float4*)(sums + (i * QUERIES + query) * HEAD_DIM + column);
+        total.acc = total.acc + make_float4(weight * v.x, weight * v.y, weight * v.z, weight * v.w);
         total.stats.y += weight * part.y;
     }
     return total;
@@ -254,34 +269,67 @@ __device__ __forceinline__ bool is_last(int* arrived, int active) {
     return last;
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
-attention(const __grid_constant__ Problem p) {
+// The parts of all warps, and where there are several blocks of all blocks, to `out`.
+__device__ __forceinline__ void finish(const Problem& p, const Part& part, int share, float* sums, float2* stats) {
+    const int count = min(QUERIES, p.rows * share - first_query(p)) * (HEAD_DIM / 4);
+    float* all = p.partial + (size_t)blockIdx.y * gridDim.x * QUERIES * HEAD_DIM;
+    float2* all_stats = p.stats + (size_t)blockIdx.y * gridDim.x * QUERIES;
+    for (int i = threadIdx.x; i < count; i += WARPS * 32) {
+        const int query = i / (HEAD_DIM / 4), column = i % (HEAD_DIM / 4) * 4;
+        const Total total = add_parts(sums, stats, WARPS, query, column);
+        if (part.active == 1) {
+            write(total, p, share, query, column);
+            continue;
+        }
+        *(float4*)(all + (blockIdx.x * QUERIES + query) * HEAD_DIM + column) = total.acc;
+        if (column == 0) all_stats[blockIdx.x * QUERIES + query] = total.stats;
+    }
+    if (part.active == 1 || !is_last(p.arrived + blockIdx.y, part.active)) return;
+    for (int i = threadIdx.x; i < part.active * QUERIES; i += WARPS * 32) ((float2*)sums)[i] = all_stats[i];
+    __syncthreads();
+    for (int i = threadIdx.x; i < count; i += WARPS * 32) {
+        const int query = i / (HEAD_DIM / 4), column = i % (HEAD_DIM / 4) * 4;
+        write(add_parts(all, (float2*)sums, part.active, query, column), p, share, query, column);
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ void attend(const Problem& p) {
     extern __shared__ uint4 shared[];
-    __shared__ float2 stats[WARPS][TILE];
-    const int warp = threadIdx.x >> 5, share = p.heads / p.groups, position = *p.position;
+    __shared__ float2 stats[WARPS * QUERIES];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, share = p.heads / p.groups, position = *p.position;
     const Part part = find_part(p, position);
     if (part.first >= part.end) return;
     const __half* keys = p.cache + (size_t)group_of(p) * p.room * HEAD_DIM;
     const __half* values = keys + (size_t)p.groups * p.room * HEAD_DIM;
-    __half* stages = (__half*)shared + warp * STAGES * 2 * TILE * PITCH;
+    __half* queries = (__half*)shared;
+    __half* stages = queries + (QUERIES + warp * STAGES * 2 * TILE) * PITCH;
     const int begin = part.first + warp * TILE, step = WARPS * TILE;
+    auto start = [&]() {
+#pragma unroll
+        for (int i = 0; i < STAGES - 1; i++) {
+            const int token = begin + i * step;
+            if (token < part.end) fetch(stages + i * 2 * TILE * PITCH, keys, values, token, part.end);
+            commit();
+        }
+    };
     const bool early = begin + (STAGES - 2) * step + TILE <= position;  // no new token among the first stages
-    if (!early) await_predecessor();
-#pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) {
-        if (begin + i * step < part.end) fetch(stages + i * 2 * TILE * PITCH, keys, values, begin + i * step, part.end);
-        commit();
-    }
-    if (early) await_predecessor();
+    if (early) start();
+    await_predecessor();
     release_successor();
+    turn_heads<T>(p, part, position, share, queries);
+    __syncthreads();
+    if (!early) start();
 
-    u32 a[STEPS][4];
-    load_queries(a, p, share);
-    int own[2];
+    int own[QTILES][2];
+    Running running[QTILES];
 #pragma unroll
-    for (int half = 0; half < 2; half++)
-        own[half] = position + (first_query(p) + ((threadIdx.x & 31) >> 2) + half * 8) / share;
-    Running r = {{NOTHING, NOTHING}};
+    for (int q = 0; q < QTILES; q++) {
+        running[q] = {{NOTHING, NOTHING}};
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            own[q][half] = position + (first_query(p) + q * 16 + half * 8 + (lane >> 2)) / share;
+    }
     int stage = 0;
     for (int token = begin; token < part.end; token += step) {
         await_copies<STAGES - 2>();
@@ -289,32 +337,24 @@ attention(const __grid_constant__ Problem p) {
         if (ahead < part.end) fetch(stages + next * 2 * TILE * PITCH, keys, values, ahead, part.end);
         commit();
         const __half* now = stages + stage * 2 * TILE * PITCH;
-        float s[2][4] = {};
-        score(s, a, now, p, token, part.end, own);
-        absorb(r, s, now + TILE * PITCH);
+#pragma unroll
+        for (int q = 0; q < QTILES; q++) {
+            float s[2][4] = {};
+            score(s, queries + q * 16 * PITCH, now, p, token, part.end, own[q]);
+            absorb(running[q], s, now + TILE * PITCH);
+        }
         __syncwarp();
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
-
     await_copies<0>();
-    float* sums = (float*)shared;
-    merge_warps(r, sums, stats);
-    const int queries = min(TILE, p.rows * share - first_query(p)), columns = HEAD_DIM / 4;
-    float* all = p.partial + (size_t)blockIdx.y * gridDim.x * TILE * HEAD_DIM;
-    float2* all_stats = p.stats + (size_t)blockIdx.y * gridDim.x * TILE;
-    for (int i = threadIdx.x; i < queries * columns; i += WARPS * 32) {
-        const int query = i / columns, column = i % columns * 4;
-        const Total total = add_parts(sums, stats[0], WARPS, query, column);
-        if (part.active == 1) {
-            write(total, p, share, query, column);
-            continue;
-        }
-        *(float4*)(all + ((size_t)blockIdx.x * TILE + query) * HEAD_DIM + column) = total.acc;
-        if (column == 0) all_stats[blockIdx.x * TILE + query] = total.stats;
-    }
-    if (part.active == 1 || !is_last(p.arrived + blockIdx.y, part.active)) return;
-    for (int i = threadIdx.x; i < queries * columns; i += WARPS * 32) {
-        const int query = i / columns, column = i % columns * 4;
-        write(add_parts(all, all_stats, part.active, query, column), p, share, query, column);
-    }
+    gather_warps(running, (float*)shared, stats);
+    finish(p, part, share, (float*)shared, stats);
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32) attention_half(const __grid_constant__ Problem p) {
+    attend<__half>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32) attention_float(const __grid_constant__ Problem p) {
+    attend<float>(p);
 }

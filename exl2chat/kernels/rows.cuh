@@ -21,11 +21,18 @@ __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-// Four numbers of a sum whose `parts` lie `stride` numbers apart, added in order.
+// Four numbers of a sum whose `parts` lie `stride` numbers apart, added in order. Four loads are on their way at a time.
 template <typename T>
 __device__ __forceinline__ float4 sum4(const T* from, int parts, size_t stride) {
     float4 sum = read4(from);
-    for (int i = 1; i < parts; i++) sum = sum + read4(from + i * stride);
+    for (int first = 1; first < parts; first += 4) {
+        float4 v[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            v[i] = first + i < parts ? read4(from + (first + i) * stride) : make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum = sum + v[i];
+    }
     return sum;
 }
 

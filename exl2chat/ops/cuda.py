@@ -25,15 +25,18 @@ MAX_WIDTH = 16384  # of a row that norm.cu holds in registers: 1024 threads, 4 *
 MAX_HEAD_DIM = 256
 TILE = 16
 MAX_SPLITS = 128
-BLOCKS_PER_SM = 2
-STAGES = 2
+MAX_TILED_DIM = 128  # two tiles of queries of larger heads do not fit the registers
+# Warps and stages of attention.cu, best first: the first that fits the shared memory is taken.
+SHAPES = ((8, 3), (4, 3), (4, 2), (2, 2), (1, 2))
 
-# Problem in attention.cu
+# The structs of rope.cuh and attention.cu
+TURNING = [("scale", np.uint64), ("floor", np.uint64), ("cos", np.uint64), ("sin", np.uint64), ("rotary", np.int64)]
 PROBLEM = np.dtype(
-    [(name, np.uint64) for name in ("q", "cache", "position", "places", "out", "partial", "stats", "arrived")]
+    [("qkv", np.uint64), ("turning", TURNING)]
+    + [(name, np.uint64) for name in ("cache", "position", "places", "out", "partial", "stats", "arrived")]
     + [("room", np.int64)]
-    + [(name, np.int32) for name in ("rows", "heads", "groups", "window")]
-    + [("scale", np.float32), ("cap", np.float32)]
+    + [(name, np.int32) for name in ("parts", "rows", "heads", "groups", "window")]
+    + [("scale", np.float32), ("cap", np.float32), ("padding", np.int32)]
 )
 
 
@@ -52,7 +55,7 @@ class CudaOps:
         self._device = device
         self._arrived = torch.zeros(1 << 14, dtype=torch.int32, device=device)
         properties = torch.cuda.get_device_properties(device)
-        self._blocks = properties.multi_processor_count * BLOCKS_PER_SM
+        self._processors = properties.multi_processor_count
         self._shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
 
     def embed(self, tokens: Tensor, table: Tensor, factor: float) -> Tensor:
@@ -66,7 +69,7 @@ class CudaOps:
         rows, size = x.shape
         y, places = self._activations(rows, size, into)
         kernel, threads = self._row_kernel("norm_only", size)
-        kernel.launch((rows, 1), threads, 0, x, norm.scale, norm.floor, places, y, size)
+        kernel.launch((rows, 1), threads, 2 * size, x, norm.scale, norm.floor, places, y, size)
         return y
 
     def add_norm(self, x: Tensor, out: Tensor, post: Norm | None, norm: Norm, into: Weight) -> Tensor:
@@ -75,7 +78,7 @@ class CudaOps:
         sandwich = (_NOWHERE, _NOWHERE) if post is None else (post.scale, post.floor)
         kernel, threads = self._row_kernel(f"add_norm_{_suffix(out)}", size)
         kernel.launch(
-            (rows, 1), threads, 0, x, out, _parts(out), *sandwich, norm.scale, norm.floor, places, y, size
+            (rows, 1), threads, 2 * size, x, out, _parts(out), *sandwich, norm.scale, norm.floor, places, y, size
         )  # fmt: skip
         return y
 
@@ -111,37 +114,45 @@ class CudaOps:
         [2, G, S, D] from `store.position` on."""
         count, size = qkv.shape[-2], heads.size
         q = torch.empty(count, heads.queries, size, dtype=torch.float16, device=self._device)
-        norm = (_NOWHERE, _NOWHERE) if head_norm is None else (head_norm.scale, head_norm.floor)
-        kernel = kernels.load("rope_cache.cu", f"rope_cache_{_suffix(qkv)}", self._device)
+        kernel = kernels.load("rope_cache.cu", f"rope_cache_{_suffix(qkv)}", self._device, HEAD_DIM=size)
         kernel.launch(
-            (heads.queries + 2 * heads.groups, count), 32, 4 * size,
-            qkv, _parts(qkv), *norm, store.cos, store.sin, store.position, q, layer, heads.queries, heads.groups, size,
-            2 * store.cos.shape[-1], np.array(layer.shape[2], np.int64),
+            (heads.queries + 2 * heads.groups, count), 32, 0,
+            qkv, _parts(qkv), _turning(head_norm, store), store.position, q, layer, heads.queries, heads.groups,
+            np.array(layer.shape[2], np.int64),
         )  # fmt: skip
         return q
 
     def attention(
-        self, q: Tensor, layer: Tensor, position: Tensor, heads: Heads, window: int | None, into: Weight
-    ) -> Tensor:
-        """What the queries q [T, H, D] of the tokens from `position` on see in `layer` [2, G, S, D]."""
-        count, size = q.shape[0], heads.size
-        rows = -(-count * heads.queries // heads.groups // TILE) * heads.groups
-        splits = min(MAX_SPLITS, max(1, self._blocks // rows))
+        self, qkv: Tensor, head_norm: Norm | None, store: Store, layer: Tensor, heads: Heads, window: int | None,
+        into: Weight,
+    ) -> Tensor:  # fmt: skip
+        """An Attend of up to MAX_ROWS tokens from `store.position` on, over `layer` [2, G, S, D]."""
+        count, size = qkv.shape[-2], heads.size
+        share = heads.queries // heads.groups
+        tiles = 2 if count * share > TILE and size <= MAX_TILED_DIM else 1
+        warps, stages = next(
+            shape for shape in SHAPES if shape == SHAPES[-1] or _shared(tiles, *shape, size) <= self._shared
+        )
+        blocks = -(-count * share // (tiles * TILE)) * heads.groups
+        splits = min(MAX_SPLITS, max(1, self._processors // blocks))
         out, places = self._activations(count, heads.queries * size, into)
-        partial = torch.empty(rows, splits, TILE, size + 2, device=self._device)
+        partial = torch.empty(blocks, splits, tiles * TILE, size + 2, device=self._device)
         problem = np.zeros((), PROBLEM)
-        for name, tensor in (("q", q), ("cache", layer), ("position", position), ("out", out), ("partial", partial),
-                             ("arrived", self._arrived)):  # fmt: skip
+        tensors = {"qkv": qkv, "cache": layer, "position": store.position, "out": out, "partial": partial,
+                   "arrived": self._arrived}  # fmt: skip
+        for name, tensor in tensors.items():
             problem[name] = tensor.data_ptr()
+        problem["turning"] = _turning(head_norm, store)
         problem["places"] = places.data_ptr() if isinstance(places, Tensor) else 0
-        problem["stats"] = partial.data_ptr() + 4 * rows * splits * TILE * size
-        problem["room"], problem["rows"] = layer.shape[2], count
+        problem["stats"] = partial.data_ptr() + 4 * size * partial[..., 0].numel()
+        problem["room"], problem["parts"], problem["rows"] = layer.shape[2], _parts(qkv), count
         problem["heads"], problem["groups"], problem["window"] = heads.queries, heads.groups, window or 0
         problem["scale"], problem["cap"] = heads.scale, heads.cap or 0
-        warps = next(warps for warps in (4, 2, 1) if warps == 1 or _stage_bytes(warps, size) <= self._shared)
-        shared = _stage_bytes(warps, size)
-        kernel = kernels.load("attention.cu", "attention", self._device, HEAD_DIM=size, WARPS=warps, STAGES=STAGES)
-        kernel.launch((splits, rows), warps * 32, shared, problem)
+        kernel = kernels.load(
+            "attention.cu", f"attention_{_suffix(qkv)}", self._device,
+            HEAD_DIM=size, WARPS=warps, STAGES=stages, QTILES=tiles,
+        )  # fmt: skip
+        kernel.launch((splits, blocks), warps * 32, _dynamic(tiles, warps, stages, size), problem)
         return out
 
     def _activations(self, rows: int, width: int, into: Weight) -> tuple[Tensor, Argument]:
@@ -169,9 +180,9 @@ class _Attend:
     view: reference.View | None
 
     def __call__(self, qkv: Tensor, head_norm: Norm | None, into: Weight) -> Tensor:
-        q = self.ops.rope_cache(qkv, head_norm, self.store, self.layer, self.heads)
         if self.view is None:
-            return self.ops.attention(q, self.layer, self.store.position, self.heads, self.window, into)
+            return self.ops.attention(qkv, head_norm, self.store, self.layer, self.heads, self.window, into)
+        q = self.ops.rope_cache(qkv, head_norm, self.store, self.layer, self.heads)
         view = self.view
         return reference.attention(q, view.keys, view.values, self.heads.scale, view.mask, self.heads.cap)
 
@@ -202,5 +213,21 @@ def _suffix(x: Tensor) -> str:
     return {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}[x.dtype]
 
 
-def _stage_bytes(warps: int, size: int) -> int:
-    return warps * STAGES * 4 * TILE * (size + 8)
+def _turning(head_norm: Norm | None, store: Store) -> NDArray[np.void]:
+    """The struct Turning of rope.cuh."""
+    turning = np.zeros((), TURNING)
+    if head_norm is not None:
+        turning["scale"], turning["floor"] = head_norm.scale.data_ptr(), head_norm.floor.data_ptr()
+    turning["cos"], turning["sin"] = store.cos.data_ptr(), store.sin.data_ptr()
+    turning["rotary"] = 2 * store.cos.shape[-1]
+    return turning
+
+
+def _dynamic(tiles: int, warps: int, stages: int, size: int) -> int:
+    """Bytes of shared memory that attention.cu is launched with."""
+    return (tiles * TILE + warps * stages * 2 * TILE) * 2 * (size + 8)
+
+
+def _shared(tiles: int, warps: int, stages: int, size: int) -> int:
+    """All of attention.cu's shared memory: what it declares itself, too."""
+    return _dynamic(tiles, warps, stages, size) + warps * (tiles * TILE * 8 + size * 4) + 64

@@ -8,6 +8,8 @@ import torch
 from exl2chat.ops import Heads, reference
 from exl2chat.ops.cuda import CudaOps
 from exl2chat.ops.packed import Norm, Plain, pack_norm
+from exl2chat.ops.tiled import TiledWeight, arrange
+from exl2chat.ops.tiles import fragment_order
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -103,8 +105,28 @@ def test_long_contexts(ops: CudaOps) -> None:
 def test_attention_gives_the_same_bits_at_every_call(ops: CudaOps) -> None:
     shape = (32, 8, 128)
     store = memory(shape, 3000, 3072, 128)
-    heads, q = Heads(*shape, 0.09, None), random(3, 32, 128).half()
-    store.storage.nan_to_num_(0.5)
-    layer = store.storage.flatten(3, 4)[0]
-    first = ops.attention(q, layer, store.position, heads, None, NEXT)
-    assert all(torch.equal(ops.attention(q, layer, store.position, heads, None, NEXT), first) for _ in range(100))
+    qkv = random(3, 48 * 128).half()
+    (attend,) = ops.attends(store, 3, Heads(*shape, 0.09, None), [None])
+    first = attend(qkv, None, NEXT)
+    assert all(torch.equal(attend(qkv, None, NEXT), first) for _ in range(100))
+
+
+def test_partial_sums_of_queries_keys_and_values_are_added(ops: CudaOps) -> None:
+    shape = (8, 4, 128)
+    stores = [memory(shape, 60, 256, 128) for _ in range(2)]
+    stores[1].storage, stores[1].cos, stores[1].sin = stores[0].storage.clone(), stores[0].cos, stores[0].sin
+    parts = random(4, 3, 16 * 128)
+    outs = []
+    for store, qkv in zip(stores, (parts, parts.sum(0)), strict=True):
+        (attend,) = ops.attends(store, 3, Heads(*shape, 0.09, None), [None])
+        outs.append(attend(qkv, None, NEXT))
+    torch.testing.assert_close(outs[0].float(), outs[1].float(), rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 0), (3, 100), (8, 900)])
+def test_the_result_arrives_in_the_form_of_the_next_matrix(ops: CudaOps, rows: int, length: int) -> None:
+    tiles = TiledWeight((), fragment_order(torch.randperm(256, device=CUDA)), {8: None}, 0)  # type: ignore[dict-item]
+    store = memory((4, 2, 64), length, 1024, 64)
+    qkv = random(rows, 8 * 64).half()
+    (attend,) = ops.attends(store, rows, Heads(4, 2, 64, 0.1, None), [None])
+    assert torch.equal(attend(qkv, None, tiles), arrange(attend(qkv, None, NEXT), tiles.order))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from exl2chat.ops import Heads, reference
+from exl2chat.ops import reference
 from exl2chat.ops.cuda import CudaOps
 from exl2chat.ops.packed import Plain, pack_norm
 from exl2chat.ops.tiled import TiledWeight, arrange
@@ -88,7 +88,7 @@ def test_partial_sums_are_added(ops: CudaOps, parts: int, rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_activations_arrive_in_the_form_of_the_next_matrix(ops: CudaOps, rows: int) -> None:
-    """As `arrange` would put them; attention too is told where to write."""
+    """As `arrange` would put them."""
     order = torch.randperm(256, device=CUDA)
     tiles = TiledWeight((), fragment_order(order), {8: None}, 0)  # type: ignore[dict-item]
     x, norm = random(rows, 256), pack_norm(random(256), 1e-5, CUDA)
@@ -97,10 +97,6 @@ def test_activations_arrive_in_the_form_of_the_next_matrix(ops: CudaOps, rows: i
     assert torch.equal(y, arrange(ops.add_norm(x.clone(), x, None, norm, NEXT), tiles.order))
     wide = random(rows, 512)
     assert torch.equal(ops.gate(wide, "silu", tiles), arrange(ops.gate(wide, "silu", NEXT), tiles.order))
-    q, layer, position = random(rows, 4, 64).half(), random(2, 2, 256, 64).half(), torch.tensor([99], device=CUDA).int()
-    heads = Heads(4, 2, 64, 0.1, None)
-    placed, plain = (ops.attention(q, layer, position, heads, None, into) for into in (tiles, NEXT))
-    assert torch.equal(placed, arrange(plain, tiles.order))
 
 
 def test_rows_give_the_same_bits_at_every_call(ops: CudaOps) -> None:
