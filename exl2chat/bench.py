@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from exl2chat.gpu_report import write_report
 from exl2chat.link.threads import worker_environment
 from exl2chat.model import hub
 from exl2chat.model.checkpoint import open_checkpoint
@@ -27,10 +28,16 @@ Report = dict[str, Any]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `exl2chat bench`."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument(
+        "--report", type=Path, help="test and time the GPU kernels, and write it to a file", metavar="FILE"
+    )
 
 
 def main(args: argparse.Namespace, settings: Settings, paths: Paths) -> int:
     """Measure, with a bar on stderr, and print the report on stdout. ModelError where the model cannot be had."""
+    if args.report:
+        write_report(args.report)
+        return 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("", total=None)

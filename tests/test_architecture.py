@@ -35,15 +35,16 @@ ALLOWED = {
     "run": ("chat", "link"),
     "plain": ("chat",),
     "pull": ("model",),
-    "bench": ("engine", "ops", "model", "link.threads"),
+    "bench": ("engine", "ops", "model", "link.threads", "gpu_report"),
+    "gpu_report": ("engine",),
     "sessions": ("chat",),
     "locations": (),
 }  # fmt: skip
 
 # Where a heavy or a terminal library may be imported.
 CONFINED = {
-    "torch": ("engine", "ops", "kernels", "exllamav2", "bench"),
-    "cupy": ("kernels", "ops"),
+    "torch": ("engine", "ops", "kernels", "exllamav2", "bench", "gpu_report"),
+    "cupy": ("kernels", "ops", "gpu_report"),
     "textual": ("ui",),
     "tokenizers": ("model",),
     "sentencepiece": ("model",),

@@ -13,7 +13,7 @@ from exl2chat.ops.plan import MATRIX, MAX_MATRICES, ROWS, Gpu, Plan, Size, Table
 from exl2chat.ops.tiles import STRIP, TILE, Run, fragment_order
 
 # Passes of up to 16 rows cost less than decoding the whole matrix for cuBLAS up to here (benchmarks/gpu-report.json).
-FEW_ROWS = 48
+FEW_ROWS = 80
 SCRATCH_BYTES = 128 << 20
 THREADS = 128
 
@@ -91,6 +91,10 @@ class TiledWeight:
             return self.partial_sums(x)
         if x.shape[0] > FEW_ROWS:
             return self.by_reconstruction(x)
+        return self.by_passes(x)
+
+    def by_passes(self, x: Tensor) -> Tensor:
+        """y float32, the weights read once per `most_rows` rows."""
         sums = [add_up(self.partial_sums(arrange(rows, self.order))) for rows in torch.split(x, self.most_rows)]
         return torch.cat(sums) if len(sums) > 1 else sums[0]
 
