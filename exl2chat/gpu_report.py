@@ -21,10 +21,10 @@ TESTS = PACKAGE.parent / "tests" / "gpu"
 # Everything that runs only on a GPU, beside the kernels.
 SOURCES = (
     "engine/decode_graphs.py",
-    "engine/kernel_benchmark.py",
     "engine/tiling.py",
     "ops/attention.py",
     "ops/cuda.py",
+    "ops/kernel_benchmark.py",
     "ops/plan.py",
     "ops/tiled.py",
     "ops/tiles.py",
@@ -46,7 +46,7 @@ def write_report(file: Path) -> None:
     import cupy
     import torch
 
-    from exl2chat.engine.kernel_benchmark import measure_crossover, measure_products, measure_read
+    from exl2chat.ops.kernel_benchmark import measure_crossover, measure_products, measure_read
 
     if not torch.cuda.is_available() or not TESTS.is_dir():
         raise ModelError(

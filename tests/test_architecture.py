@@ -36,7 +36,7 @@ ALLOWED = {
     "plain": ("chat",),
     "pull": ("model",),
     "bench": ("engine", "ops", "model", "link.threads", "gpu_report"),
-    "gpu_report": ("engine",),
+    "gpu_report": ("ops",),
     "sessions": ("chat",),
     "locations": (),
 }  # fmt: skip

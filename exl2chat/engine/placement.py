@@ -7,6 +7,7 @@ import torch
 from exl2chat.engine.cache import cache_bytes
 from exl2chat.errors import ModelError
 from exl2chat.model.checkpoint import Checkpoint
+from exl2chat.model.quant import Linear
 
 MEMINFO = Path("/proc/meminfo")
 
@@ -34,7 +35,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def check_memory(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, context: int) -> None:
     """ModelError with the sum where the weights and a cache for `context` tokens exceed the free memory."""
-    weights = weight_bytes(checkpoint, dtype)
+    weights = weight_bytes(checkpoint, device, dtype)
     cache = cache_bytes(checkpoint.config, context, device, dtype)
     free = free_bytes(device)
     if free is not None and weights + cache > free:
@@ -45,11 +46,21 @@ def check_memory(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtyp
         )
 
 
-def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Bytes of the weights once loaded, with a work copy in float32 of the largest matrix of a layer."""
-    layers = [linear.in_features * linear.out_features for layer in checkpoint.layers for linear in layer.linears]
-    head = checkpoint.head.in_features * checkpoint.head.out_features
-    return (sum(layers) + head) * dtype.itemsize + checkpoint.embedding.nbytes + 4 * max(layers)
+def weight_bytes(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> int:
+    """Bytes of the weights once loaded, with a work copy in float32 of the largest matrix of a layer.
+
+    Quantised weights stay packed on a CUDA device; their scales take a few hundredths more there than on disk.
+    """
+    is_packed = device.type == "cuda" and dtype == torch.float16
+
+    def size(linear: Linear) -> int:
+        if is_packed and linear.kind != "plain":
+            return linear.weight_bytes * 21 // 20
+        return linear.in_features * linear.out_features * dtype.itemsize
+
+    layers = [linear for layer in checkpoint.layers for linear in layer.linears]
+    work = 4 * max(linear.in_features * linear.out_features for linear in layers)
+    return sum(map(size, [*layers, checkpoint.head])) + checkpoint.embedding.nbytes + work
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -164,6 +164,8 @@ def _slice(run: np.void, first: int, count: int, scale_words: int) -> np.void:
 def make_plan(sizes: Sequence[Size], rows: int, gpu: Gpu) -> Plan | None:
     """The launch that multiplies up to `rows` rows by all of `sizes`; None where so many do not fit shared memory."""
     shape, split = choose(sizes, gpu)
+    if lay_out(sizes, rows, gpu, shape, split).shared(rows) * shape.blocks > gpu.shared:
+        shape = LONG
     while max(len(size.runs) for size in sizes) << split <= MAX_PIECES:
         plan = lay_out(sizes, rows, gpu, shape, split)
         if plan.shared(rows) <= gpu.shared:
