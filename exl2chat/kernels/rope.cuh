@@ -3,67 +3,86 @@
 #pragma once
 #include "common.cuh"
 
-// The tables of all positions: cos and sin [positions, 2, R / 2] (engine/rope.py); the norm of queries and keys [H + G, D]
-// and its floor, 0 where there is none.
+// The tables of all positions: cos and sin [positions, 2, R / 2] (engine/rope.py); the norm of queries and keys
+// [H + G, D] and its floor, 0 where there is none.
 struct Turning {
     const float *scale, *floor, *cos, *sin;
     int rotary;
 };
 
-// One warp writes to[i] = head norm and RoPE of the sum over parts of from[part * stride + i], i < SIZE, rounded once. `head`
-// counts queries, keys, then values from `values` on, which stay as they are. `v`: SIZE floats of shared memory for this
-// warp. All loads of up to four parts are on their way at once: with one after the other it takes 5 us.
+// A head on its way: what a lane loads of it, columns lane + 32 j.
+template <int SIZE>
+struct Head {
+    static constexpr int EACH = (SIZE + 31) / 32;
+    float x[EACH], scale[EACH], cos[EACH], sin[EACH], floor;
+    bool turns;
+};
+
+// One warp loads from[part * stride + i], i < SIZE, of up to four parts, and adds them; nothing unless it is `wanted`.
+// `head` counts queries, keys, then values from `values` on, which stay as they are. There is no branch in it, so that
+// the loads of several heads are on their way at once.
 template <int SIZE, typename T>
-__device__ __forceinline__ void turn_head(const T* from, int parts, size_t stride, const Turning& t, int head, int values,
-                                          int place, float* v, __half* to) {
-    constexpr int EACH = (SIZE + 31) / 32;
-    const int lane = threadIdx.x & 31, half = t.rotary / 2;
-    const bool turns = head < values, normed = turns && t.scale;
-    const float floor = normed ? *t.floor : 0;
-    float x[EACH] = {}, scale[EACH], cos[EACH], sin[EACH];
-    for (int first = 0; first < parts; first += 4) {
-        float value[4][EACH];
+__device__ __forceinline__ Head<SIZE> load_head(const T* from, int parts, size_t stride, const Turning& t, int head,
+                                                int values, int place, bool wanted) {
+    constexpr int EACH = Head<SIZE>::EACH;
+    const int lane = threadIdx.x & 31;
+    Head<SIZE> h;
+    h.turns = wanted && head < values;
+    const bool normed = h.turns && t.scale;
+    h.floor = normed ? *t.floor : 0.f;
+    float value[4][EACH];
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const int i = lane + 32 * j;
+        const bool rotates = h.turns && i < t.rotary;
 #pragma unroll
         for (int part = 0; part < 4; part++)
-#pragma unroll
-            for (int j = 0; j < EACH; j++) {
-                const int i = lane + 32 * j;
-                value[part][j] = first + part < parts && i < SIZE ? (float)from[(first + part) * stride + i] : 0.f;
-            }
-        if (first == 0)
-#pragma unroll
-            for (int j = 0; j < EACH; j++) {
-                const int i = lane + 32 * j;
-                const bool rotates = turns && i < t.rotary;
-                scale[j] = normed && i < SIZE ? t.scale[head * SIZE + i] : 1.f;
-                cos[j] = rotates ? t.cos[(size_t)place * t.rotary + i] : 1.f;
-                sin[j] = rotates ? t.sin[(size_t)place * t.rotary + i] : 0.f;
-            }
-#pragma unroll
-        for (int part = 0; part < 4; part++)
-#pragma unroll
-            for (int j = 0; j < EACH; j++) x[j] += value[part][j];
+            value[part][j] = wanted && part < parts && i < SIZE ? (float)from[part * stride + i] : 0.f;
+        h.scale[j] = normed && i < SIZE ? t.scale[head * SIZE + i] : 1.f;
+        h.cos[j] = rotates ? t.cos[(size_t)place * t.rotary + i] : 1.f;
+        h.sin[j] = rotates ? t.sin[(size_t)place * t.rotary + i] : 0.f;
     }
+#pragma unroll
+    for (int j = 0; j < EACH; j++) h.x[j] = value[0][j] + value[1][j] + value[2][j] + value[3][j];
+    return h;
+}
+
+// The parts from the fifth on.
+template <int SIZE, typename T>
+__device__ __forceinline__ void add_rest(Head<SIZE>& h, const T* from, int parts, size_t stride) {
+    for (int part = 4; part < parts; part++)
+#pragma unroll
+        for (int j = 0; j < Head<SIZE>::EACH; j++) {
+            const int i = (threadIdx.x & 31) + 32 * j;
+            if (i < SIZE) h.x[j] += (float)from[part * stride + i];
+        }
+}
+
+// to[i] = head norm and RoPE of the head, rounded once. `v`: SIZE floats of shared memory for this warp.
+template <int SIZE>
+__device__ __forceinline__ void turn_head(Head<SIZE>& h, const Turning& t, float* v, __half* to) {
+    constexpr int EACH = Head<SIZE>::EACH;
+    const int lane = threadIdx.x & 31, half = t.rotary / 2;
     float factor = 1;
-    if (normed) {
+    if (h.turns && t.scale) {
         float sum = 0;
 #pragma unroll
-        for (int j = 0; j < EACH; j++) sum += x[j] * x[j];
+        for (int j = 0; j < EACH; j++) sum += h.x[j] * h.x[j];
 #pragma unroll
         for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
-        factor = rsqrtf(sum + floor * floor);
+        factor = rsqrtf(sum + h.floor * h.floor);
     }
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
-        x[j] *= factor * scale[j];
-        if (lane + 32 * j < SIZE) v[lane + 32 * j] = x[j];
+        h.x[j] *= factor * h.scale[j];
+        if (lane + 32 * j < SIZE) v[lane + 32 * j] = h.x[j];
     }
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
         const int i = lane + 32 * j, other = i < half ? i + half : i - half;
-        const float partner = turns && i < t.rotary ? v[other] : 0.f;
-        if (i < SIZE) to[i] = __float2half_rn(x[j] * cos[j] + partner * sin[j]);
+        const float partner = h.turns && i < t.rotary ? v[other] : 0.f;
+        if (i < SIZE) to[i] = __float2half_rn(h.x[j] * h.cos[j] + partner * h.sin[j]);
     }
     __syncwarp();
 }

@@ -1,5 +1,5 @@
-// Queries, keys and values of many new tokens: head norm, RoPE, and keys and values into the cache. (attention.cu does the
-// same for few.)
+// Queries, keys and values of many new tokens: head norm, RoPE, and keys and values into the cache. (attention.cu does
+// the same for few.)
 //
 //     q, k: v -> v / sqrt(sum(v^2) + floor^2) * scale (where there is a head norm), then the first R dimensions as two
 //     halves (a, b) -> (a * cos0 + b * sin0, b * cos1 + a * sin1); v as it is
@@ -17,8 +17,8 @@
 #include "rope.cuh"
 
 template <typename T>
-__device__ __forceinline__ void rope_cache(const T* qkv, int parts, const Turning& turning, const int* position, __half* q,
-                                           __half* cache, int heads, int groups, long long room) {
+__device__ __forceinline__ void rope_cache(const T* qkv, int parts, const Turning& turning, const int* position,
+                                           __half* q, __half* cache, int heads, int groups, long long room) {
     __shared__ float v[HEAD_DIM];
     constexpr int size = HEAD_DIM;
     const int head = blockIdx.x, row = blockIdx.y, all = heads + 2 * groups;
@@ -26,9 +26,13 @@ __device__ __forceinline__ void rope_cache(const T* qkv, int parts, const Turnin
     release_successor();
     const int place = *position + row;
     // the heads of the cache, keys and values, follow the queries in qkv
-    __half* to = head < heads ? q + ((size_t)row * heads + head) * size : cache + ((head - heads) * room + place) * size;
-    turn_head<size>(qkv + ((size_t)row * all + head) * size, parts, (size_t)gridDim.y * all * size, turning, head, heads + groups,
-              place, v, to);
+    __half* to = head < heads ? q + ((size_t)row * heads + head) * size
+                              : cache + ((head - heads) * room + place) * size;
+    const size_t stride = (size_t)gridDim.y * all * size;
+    qkv += ((size_t)row * all + head) * size;
+    auto loaded = load_head<size>(qkv, parts, stride, turning, head, heads + groups, place, true);
+    add_rest(loaded, qkv, parts, stride);
+    turn_head(loaded, turning, v, to);
 }
 
 #define ROPE_CACHE(name, T)                                                                                         \

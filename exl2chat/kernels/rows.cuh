@@ -21,7 +21,7 @@ __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-// Four numbers of a sum whose `parts` lie `stride` numbers apart, added in order. Four loads are on their way at a time.
+// Four numbers of a sum whose `parts` lie `stride` numbers apart, added in order. Four loads are on their way at once.
 template <typename T>
 __device__ __forceinline__ float4 sum4(const T* from, int parts, size_t stride) {
     float4 sum = read4(from);
