@@ -35,7 +35,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def check_memory(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, context: int) -> None:
     """ModelError with the sum where the weights and a cache for `context` tokens exceed the free memory."""
-    weights = weight_bytes(checkpoint, device, dtype)
+    weights = weight_bytes(checkpoint, dtype, device.type == "cuda" and dtype == torch.float16)
     cache = cache_bytes(checkpoint.config, context, device, dtype)
     free = free_bytes(device)
     if free is not None and weights + cache > free:
@@ -46,15 +46,15 @@ def check_memory(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtyp
         )
 
 
-def weight_bytes(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> int:
+def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, stays_packed: bool = False) -> int:
     """Bytes of the weights once loaded, with a work copy in float32 of the largest matrix of a layer.
 
-    Quantised weights stay packed on a CUDA device; their scales take a few hundredths more there than on disk.
+    Where quantised weights stay packed, in float16 on a CUDA device, their scales take a few hundredths more than on
+    disk.
     """
-    is_packed = device.type == "cuda" and dtype == torch.float16
 
     def size(linear: Linear) -> int:
-        if is_packed and linear.kind != "plain":
+        if stays_packed and linear.kind != "plain":
             return linear.weight_bytes * 21 // 20
         return linear.in_features * linear.out_features * dtype.itemsize
 
