@@ -23,13 +23,13 @@ from exl2chat.chat.session import list_sessions
 from exl2chat.errors import ChatError
 from exl2chat.paths import Paths
 from exl2chat.safetext import scrub
-from exl2chat.ui.bars import HintBar, LoadBar, StatusBar, TitleBar
+from exl2chat.ui.bars import HintBar, LoadBar, QueueBar, StatusBar, TitleBar
 from exl2chat.ui.completion import CompletionList
 from exl2chat.ui.crash import write_crash
 from exl2chat.ui.entries import day
 from exl2chat.ui.keys import HINTS, bindings, keys_page
 from exl2chat.ui.panels import Choice, Page, Picker
-from exl2chat.ui.presenter import Presenter, Severity
+from exl2chat.ui.presenter import Bars, Presenter, Severity
 from exl2chat.ui.prompt import Prompt
 from exl2chat.ui.safety import SafeText
 from exl2chat.ui.themes import ChatTheme, load_theme, theme_files
@@ -57,22 +57,21 @@ class ChatApp(App[int]):
         self._completions = CompletionList()
         self.prompt = Prompt(History(paths.history), self._completions)
         self._hints = HintBar()
-        title, load, status = TitleBar(id="title"), LoadBar(), StatusBar()
-        self._bars = (title, load, status)
-        self.presenter = Presenter(controller, self, self.transcript, self.prompt, title, load, status)
+        self._bars = Bars(TitleBar(), LoadBar(), QueueBar(), StatusBar())
+        self.presenter = Presenter(controller, self, self.transcript, self.prompt, self._bars)
         self._safe = SafeText()  # one for good: drawn lines are cached by their filter
         self._pressed = 0.0  # when Ctrl+C was pressed with nothing to do
 
     def compose(self) -> ComposeResult:
-        title, load, status = self._bars
-        yield title
+        yield self._bars.title
         yield self.transcript
-        yield load
+        yield self._bars.load
+        yield self._bars.queue
         yield self._completions
         with Horizontal(id="prompt-row"):
             yield Static("❯ ", id="prompt-mark")
             yield self.prompt
-        yield status
+        yield self._bars.status
         yield self._hints
 
     def on_mount(self) -> None:

@@ -80,10 +80,9 @@ class Layout:
         """Change what is said of the last message, if it is the one `entry` names."""
         if self._sections and self._sections[-1].entry.id == entry.id:
             last = self._sections[-1]
+            last.describe(entry)
             if finished:
-                last.finish(entry)
-            else:
-                last.entry = entry
+                last.finish()
             self._heights[-1] = last.height
             self._settle()
 

@@ -35,7 +35,7 @@ async def test_the_load_is_shown_and_typing_goes_on_meanwhile(start) -> None:
         await screen.until(lambda: screen.shown("downloading weights"))
         assert screen.shown(" 25% · 30.0 MB of 120.0 MB")
         await screen.say("early")
-        await screen.until(lambda: screen.shown("1 queued"))
+        await screen.until(lambda: screen.shown("1 queued") and screen.shown("queued: early"))
         screen.engine.release()
         await screen.replied()
         await screen.until(lambda: screen.shown("Hello there."))
