@@ -35,6 +35,7 @@ from exl2chat.ui.safety import SafeText
 from exl2chat.ui.themes import ChatTheme, load_theme, theme_files
 from exl2chat.ui.transcript import Transcript
 
+YOUNG_OBJECTS = 5000  # the default of 700 made 500 collections in a long reply, some of them 15 ms long
 AGAIN_SECONDS = 2.0
 STATUS_SECONDS = 0.25
 NOTICE_SECONDS = {"information": 4, "warning": 6, "error": 10}
@@ -222,6 +223,7 @@ def freeze_garbage() -> None:
     """What lives as long as the app is not searched for garbage again: it halves the longest pause between frames."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
 
 
 def run_app(controller: Controller, paths: Paths) -> int:

@@ -238,11 +238,15 @@ class Renderer:
                 rows[-1].append(cell)
         return rows
 
+    def _cell_lines(self, cell: Text, width: int) -> list[Text]:
+        if cell.cell_len > width or "\n" in cell.plain:
+            return list(cell.wrap(self._console, width, justify=cell.justify, overflow="fold"))
+        spare = width - cell.cell_len
+        cell.pad_left({"right": spare, "center": spare // 2}.get(cell.justify or "left", 0))
+        return [cell]
+
     def _table_row(self, cells: Sequence[Text], widths: Sequence[int]) -> Iterator[Text]:
-        columns = [
-            list(cell.wrap(self._console, width, justify=cell.justify, overflow="fold"))
-            for cell, width in zip(cells, widths, strict=False)
-        ]
+        columns = [self._cell_lines(cell, width) for cell, width in zip(cells, widths, strict=False)]
         for parts in zip_longest(*columns):
             line = Text()
             for part, width in zip(parts, widths, strict=False):

@@ -146,6 +146,8 @@ async def test_help_opens_scrolls_and_closes(start) -> None:
         await screen.until(lambda: screen.shown("/quit"))
         await screen.press("escape")
         await screen.until(lambda: not isinstance(screen.app.screen, Page))
+        await screen.press("x")
+        assert screen.app.prompt.text == "x"
 
 
 async def test_escape_closes_a_panel_before_it_stops_a_reply(start) -> None:

@@ -1,0 +1,26 @@
+"""The table of keys is what the app and its prompt are bound to, and what help says."""
+
+from exl2chat.ui.app import ChatApp
+from exl2chat.ui.keys import HINTS, KEYS, bindings, keys_page
+from exl2chat.ui.prompt import Prompt
+
+
+def test_every_key_is_bound_once_and_explained() -> None:
+    keys = [key.keys for key in KEYS if key.keys]
+    assert len(keys) == len(set(keys)) == len(bindings())
+    assert all(key.label in keys_page() and key.does in keys_page() for key in KEYS)
+    assert HINTS[0] == "Enter send"
+
+
+def test_every_action_exists() -> None:
+    for key in KEYS:
+        name = key.action.partition("(")[0]
+        assert not name or hasattr(ChatApp, f"action_{name}")
+    for binding in Prompt.BINDINGS:
+        owner, _, action = binding.action.rpartition(".")
+        assert hasattr(ChatApp if owner == "app" else Prompt, "action_" + action.partition("(")[0])
+
+
+def test_keys_that_help_names_for_the_prompt_are_bound_there() -> None:
+    bound = {key for binding in Prompt.BINDINGS for key in binding.key.split(",")}
+    assert {"pageup", "pagedown", "ctrl+home", "ctrl+end", "end", "ctrl+d"} <= bound
