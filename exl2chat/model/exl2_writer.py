@@ -27,8 +27,8 @@ Tensors = dict[str, npt.NDArray[Any]]
 GROUP = 32
 SQUARES = np.arange(1, 17, dtype=np.float32) ** 2
 COLUMNS = 2048  # columns searched at a time: 32 x 2048 float32 stay in a core's second-level cache
-# Scale codes tried, from the smallest that clips nothing. The coarser neighbour takes 3 % off the error at 8 bits, where
-# a step may suit a column better; the finer ones clip a little and take off 12 % at 4 bits and 20 % at 3.
+# Scale codes tried, from the smallest that clips nothing. The coarser neighbour takes 3 % off the error at 8 bits, as
+# its step may suit a column better; the finer ones clip a little and take off 12 % at 4 bits and 20 % at 3.
 OFFSETS = np.array([1, 0, -1, -2])
 # Group maxima tried, as fractions of the one that reaches the largest weight of the group. The two below 1 take 0.8 %
 # off the error at 4 bits and nothing at 8 (SmolLM2); four more take off 0.1 %.
