@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -75,7 +75,9 @@ class Option:
                 return {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}[text.lower()]
             value: Value = self.kind(text)
         except (ValueError, KeyError):
-            raise UsageError(f"{where}: {self.name} is {self._expected()}, not '{text}'", self.help) from None
+            raise UsageError(
+                f"{where}: {self.name} is {self._expected()}, not {reprlib.repr(text)}", self.help
+            ) from None
         return self.check(value, where)
 
     def check(self, value: object, where: str) -> Value:
@@ -88,8 +90,9 @@ class Option:
         in_range = not isinstance(value, int | float) or self.low <= value <= self.high
         if not right_type or not in_range or (self.choices and value not in self.choices):
             raise UsageError(f"{where}: {self.name} is {self._expected()}, not {reprlib.repr(value)}", self.help)
-        assert value is None or isinstance(value, str | int | float)
-        return value
+        if isinstance(value, str) and not _is_plain(value):
+            raise UsageError(f"{where}: {self.name} holds a NUL or is not UTF-8", self.help)
+        return cast(Value, value)
 
     def _expected(self) -> str:
         if self.choices:
@@ -98,6 +101,12 @@ class Option:
         if self.low > -math.inf and self.high < math.inf:
             return f"{noun} from {self.low:g} to {self.high:g}"
         return f"{noun} of at least {self.low:g}" if self.low > -math.inf else noun
+
+
+def _is_plain(text: str) -> bool:
+    """Whether `text` can be written to a file and name one: no NUL, and no byte of the command line that is not UTF-8
+    (Python passes those on as surrogates)."""
+    return "\0" not in text and not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -185,7 +194,9 @@ def read_config(path: Path) -> dict[str, Value]:
         table = tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as fault:
+    except OSError as fault:
+        raise UsageError(f"{path}: {fault.strerror}", "check the file and its permissions") from None
+    except (ValueError, RecursionError) as fault:
         raise UsageError(f"{path}: {fault}", "mend the line or move the file away") from None
     return {
         option(name, str(path)).name: option(name, str(path)).check(value, str(path)) for name, value in table.items()

@@ -1,6 +1,7 @@
 """What the commands do. Each takes the controller and the text after the command's name."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from exl2chat.chat.events import (
 from exl2chat.chat.export import FORMATS, write_export
 from exl2chat.chat.grammar import literal
 from exl2chat.chat.session import Session, find_session, slug
+from exl2chat.chat.tree import Tree
 from exl2chat.errors import SessionError, UsageError
 from exl2chat.safetext import scrub_line
 from exl2chat.settings import Value, option
@@ -46,17 +48,12 @@ async def edit(controller: "Controller", argument: str) -> None:
 
 async def undo(controller: "Controller", argument: str) -> None:
     """Move the head before the last question, k times."""
-    tree = controller.session.tree
-    for _ in range(count(argument)):
-        tree = tree.move(tree.before_exchange())
-    controller.move_head(tree.head)
+    controller.move_head(moved(controller.session.tree, Tree.before_exchange, count(argument)).head)
 
 
 async def redo(controller: "Controller", argument: str) -> None:
     """Move the head after the next reply, k times."""
-    tree = controller.session.tree
-    for _ in range(count(argument)):
-        tree = tree.move(tree.after_exchange())
+    tree = moved(controller.session.tree, Tree.after_exchange, count(argument))
     if tree.head == controller.session.tree.head:
         raise UsageError("/redo: nothing was undone here", "`/branch` shows other versions")
     controller.move_head(tree.head)
@@ -78,10 +75,10 @@ async def branch(controller: "Controller", argument: str) -> None:
     versions = tree.siblings(message.id)
     if step in ("next", "prev"):
         to = (versions.index(message) + (1 if step == "next" else -1)) % len(versions)
-    elif step.isdecimal() and 1 <= int(step) <= len(versions):
-        to = int(step) - 1
+    elif 1 <= whole(step) <= len(versions):
+        to = whole(step) - 1
     else:
-        raise UsageError(f"/branch: '{step}' is not next, prev or 1 to {len(versions)}")
+        raise UsageError(f"/branch: '{step:.40}' is not next, prev or 1 to {len(versions)}")
     controller.move_head(tree.leaf(versions[to].id))
 
 
@@ -104,7 +101,7 @@ async def open_session(controller: "Controller", argument: str) -> None:
     except SessionError:
         controller.emit(ChooseSession(argument))
         return
-    if path != controller.session.file:
+    if os.path.realpath(path) != os.path.realpath(controller.session.file or ""):
         await controller.change_session(Session.open(path, controller.paths))
 
 
@@ -216,16 +213,31 @@ def chosen(path: tuple[Message, ...], argument: str, role: str) -> Message:
         if not found:
             raise UsageError(f"there is no {role} message here")
         return found[-1]
-    digits = argument.removeprefix("#")
-    if not digits.isdecimal() or not 1 <= int(digits) <= len(path):
-        raise UsageError(f"'{argument}' is not a message", f"#1 to #{len(path)} are on show")
-    return path[int(digits) - 1]
+    number = whole(argument.removeprefix("#"))
+    if not 1 <= number <= len(path):
+        raise UsageError(f"'{argument:.40}' is not a message", f"#1 to #{len(path)} are on show")
+    return path[number - 1]
+
+
+def moved(tree: Tree, step: Callable[[Tree], str | None], times: int) -> Tree:
+    """`tree` with its head moved by `step` as many times, or until that moves it no more."""
+    for _ in range(times):
+        head = step(tree)
+        if head == tree.head:
+            break
+        tree = tree.move(head)
+    return tree
 
 
 def count(argument: str) -> int:
     """How many times: a positive number, 1 when nothing is said."""
     if not argument:
         return 1
-    if not argument.isdecimal() or not 1 <= int(argument) <= 9999:
-        raise UsageError(f"'{argument}' is not a number of times", "/undo 2")
-    return int(argument)
+    if not whole(argument):
+        raise UsageError(f"'{argument:.40}' is not a number of times", "/undo 2")
+    return whole(argument)
+
+
+def whole(text: str) -> int:
+    """The number that `text` writes in at most six digits; 0 for any other text."""
+    return int(text) if text.isdecimal() and len(text) <= 6 else 0

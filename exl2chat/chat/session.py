@@ -46,8 +46,8 @@ def new_id() -> str:
 
 
 def storable(text: str) -> str:
-    """`text` with half surrogate pairs, which no file can hold, replaced."""
-    return text.encode("utf-8", "replace").decode()
+    """`text` with what files or their names cannot hold replaced: half surrogate pairs and NUL."""
+    return text.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
 
 
 class Session:

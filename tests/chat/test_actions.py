@@ -146,6 +146,27 @@ async def test_new_open_rename_and_delete(start: Start, paths: Paths) -> None:
     assert (paths.sessions / ".trash" / first.file.name).exists()
 
 
+async def test_opening_the_session_on_show_by_another_spelling_changes_nothing(
+    start: Start, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = await (await start(ANSWERS, Session.create(paths))).ready()
+    await chat.say("question")
+    session = chat.controller.session
+    assert session.file is not None
+    monkeypatch.chdir(paths.sessions)
+    await chat.say(f"/open ./{session.file.name}")
+    assert chat.controller.session is session
+    assert not session.read_only
+
+
+async def test_more_undo_than_there_are_questions_goes_to_the_start(start: Start) -> None:
+    chat = await (await start(ANSWERS)).ready()
+    await chat.say("question", "/undo 999999")
+    assert chat.texts == []
+    await chat.say("/redo 999999")
+    assert chat.texts == ["question", "one two three"]
+
+
 async def test_a_chat_in_memory_stays_in_memory(start: Start, paths: Paths) -> None:
     chat = await (await start(ANSWERS)).ready()
     await chat.say("x", "/new", "y", "/fork", "z", "/delete", "w")
@@ -189,6 +210,9 @@ async def test_export(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("/undo 0", "'0' is not a number of times"),
         ("/retry #9", "'#9' is not a message (#1 to #2 are on show)"),
         ("/edit #0", "'#0' is not a message"),
+        ("/edit #" + "9" * 5000, "'#999"),
+        ("/undo " + "9" * 5000, "'999"),
+        ("/branch #" + "9" * 5000, "'#999"),
         ("/branch", "/branch: every message here has one version"),
         ("/rename", "/rename: which title?"),
         ("/seed -1", "/set: seed is"),
@@ -204,7 +228,9 @@ async def test_what_cannot_be_done_is_said(start: Start, line: str, message: str
 
 async def test_text_that_no_file_can_hold(start: Start, paths: Paths) -> None:
     chat = await (await start(ANSWERS, Session.create(paths))).ready()
-    await chat.say("a\udc80b", "/rename c\ud800", "/system \udfff", "/edit #1")
-    assert chat.last(FillPrompt).text == "a?b"
+    await chat.say("a\udc80b\0", "/rename c\ud800", "/system \udfff", "/edit #1")
+    assert chat.last(FillPrompt).text == "a?b\ufffd"
+    await chat.say("/open a\0/b", "/export md a\0/b")
+    assert [notice.status for notice in chat.of(Notice)[-2:]] == [6, 1]
     await chat.controller.close()
     assert Session.open("last", paths).title == "c?"
