@@ -38,9 +38,6 @@ class Layout:
         self._heights: list[int] = []
         self._recent: dict[int, None] = {}  # sections that hold drawn rows, the last used last
 
-    def __len__(self) -> int:
-        return len(self._sections)
-
     @property
     def total(self) -> int:
         """Rows of the whole transcript, as far as known."""
