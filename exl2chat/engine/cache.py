@@ -22,8 +22,8 @@ PAGE = 256
 class Span:
     """Room for new tokens in every layer, and what they may look at. T new tokens, S with those before them.
 
-    cos, sin: [T, 1, 2, R / 2]. By layer: new [2, G, T, D], to be written; keys and values [1, G, S, D], which end in
-    the same memory.
+    cos, sin: [T, 1, 2, R / 2]. By layer: new [T, 2 * G, D], keys before values, to be written; keys and values
+    [1, G, S, D], which end in the same memory.
     """
 
     cos: Tensor
@@ -55,7 +55,7 @@ class KVCache:
                 f"{end} tokens do not fit the context of {self.capacity}", "shorten the conversation or raise --ctx"
             )
         rows = self.storage.flatten(3, 4)
-        new = rows[:, :, :, start:end].unbind(0)
+        new = rows[:, :, :, start:end].flatten(1, 2).transpose(1, 2).unbind(0)
         seen = rows[:, :, :, :end].unsqueeze(2)
         return Span(*self.rope.rows(start, end), new, seen[:, 0].unbind(0), seen[:, 1].unbind(0))
 

@@ -21,7 +21,7 @@ PREFILL_CHUNK = 512
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The cache as one layer sees it in one step: `new` [2, G, T, D] to be written, keys and values [1, G, S, D] within
+    """The cache as one layer sees it in one step: `new` [T, 2 * G, D] to be written, keys and values [1, G, S, D] within
     its window, `mask` as `Ops.visible` made it."""
 
     new: Tensor
@@ -97,8 +97,8 @@ class Transformer:
         if layer.head_norm is not None:
             turning.copy_(ops.rms_norm(turning, layer.head_norm))
         ops.rope_(turning, span.cos, span.sin)
-        q, kv = qkv[:, : -2 * groups], qkv[:, -2 * groups :]
-        view.new.copy_(kv.view(x.shape[0], 2, groups, config.head_dim).permute(1, 2, 0, 3))
+        q, kv = qkv.split_with_sizes((config.num_heads, 2 * groups), 1)
+        view.new.copy_(kv)
         mixed = ops.attention(q, view.keys, view.values, config.attention_scale, view.mask, config.attention_softcap)
         self._add(x, layer.o(mixed), layer.attention_post_norm)
 

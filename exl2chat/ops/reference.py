@@ -22,7 +22,8 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 def rope_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Turn the first R dimensions of x [T, H, D] in place, by cos and sin [T, 1, 2, R / 2] (see engine/rope.py)."""
     half = cos.shape[-1]
-    halves = x[..., : 2 * half].view(*x.shape[:2], 2, half)
+    turning = x if 2 * half == x.shape[-1] else x[..., : 2 * half]
+    halves = turning.view(x.shape[0], -1, 2, half)
     swapped = halves.flip(2)
     halves.mul_(cos).addcmul_(swapped, sin)
 
@@ -43,14 +44,16 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tenso
     Queries of head h use key/value head h // (H / G). cap(s) is c * tanh(s / c), nothing where `cap` is None.
     """
     count, heads, size = q.shape
-    query = q.transpose(0, 1).unsqueeze(0).to(keys.dtype)
+    query = q.view(1, heads, 1, size) if count == 1 else q.transpose(0, 1).unsqueeze(0)  # a view less per token
+    if query.dtype != keys.dtype:
+        query = query.to(keys.dtype)
     if cap is not None:
         out = _capped_attention(query, keys, values, scale, mask, cap)
     else:
         out = F.scaled_dot_product_attention(
             query, keys, values, mask, is_causal=mask is None and count > 1, scale=scale, enable_gqa=True
         )
-    return out.squeeze(0).transpose(0, 1).reshape(count, heads * size)
+    return out.view(1, -1) if count == 1 else out.squeeze(0).transpose(0, 1).reshape(count, -1)
 
 
 def _capped_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, cap: float) -> Tensor:
