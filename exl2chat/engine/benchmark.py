@@ -1,7 +1,7 @@
 """How fast a loaded model runs here, and how much of that its matrices alone would take.
 
-The machine may be shared: the bare matrices and whole decoding steps take turns, and medians are compared. A turn is a few
-steps, as in a reply each finds the cache as the last one left it.
+The machine may be shared: the bare matrices and whole decoding steps take turns, and medians are compared. A turn is a
+few steps, so that most find the processor's caches as in a reply.
 """
 
 import time

@@ -21,8 +21,8 @@ PREFILL_CHUNK = 512
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The cache as one layer sees it in one step: `new` [T, 2 * G, D] to be written, keys and values [1, G, S, D] within
-    its window, `mask` as `Ops.visible` made it."""
+    """The cache as one layer sees it in one step: `new` [T, 2 * G, D] to be written, keys and values [1, G, S, D]
+    within its window, `mask` as `Ops.visible` made it."""
 
     new: Tensor
     keys: Tensor
