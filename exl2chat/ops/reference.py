@@ -29,17 +29,19 @@ def rope_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def visible(count: int, total: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Which of the last `total` tokens each of the last `count` may look at, as an addend float32 [count, total] of 0
-    and -inf: those before it and itself, within `window`. None where plain causal order says it all."""
+    """Which of the last `total` tokens each of the last `count` may look at, as bool [count, total]: those before it
+    and itself, within `window`. None where plain causal order says it all.
+
+    Not as an addend: torch on a GPU takes one in float32 beside float16 queries, and answers with NaN (torch 2.11).
+    """
     if (count == 1 or count == total) and (window is None or total <= window):
         return None
     behind = torch.arange(total - count, total, device=device).unsqueeze(1) - torch.arange(total, device=device)
-    hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
-    return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -math.inf)
+    return behind >= 0 if window is None else (behind >= 0) & (behind < window)
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, cap: float | None) -> Tensor:
-    """softmax(cap(q.k * scale) + mask).v: q [T, H, D], keys and values [1, G, S, D], mask of `visible`; [T, H * D].
+    """softmax(cap(q.k * scale)).v where `mask` of `visible` allows: q [T, H, D], keys, values [1, G, S, D]; [T, H * D].
 
     Queries of head h use key/value head h // (H / G). cap(s) is c * tanh(s / c), nothing where `cap` is None.
     """
@@ -62,9 +64,10 @@ def _capped_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, mas
     keys, values = keys.repeat_interleave(share, 1), values.repeat_interleave(share, 1)
     scores = softcap((q @ keys.transpose(-1, -2)).float() * scale, cap)
     if mask is None and count > 1:
-        mask = torch.full((count, count), -math.inf, device=q.device).triu_(1)
-    weights = torch.softmax(scores if mask is None else scores + mask, -1)
-    return weights.to(values.dtype) @ values
+        mask = torch.ones((count, count), dtype=torch.bool, device=q.device).tril_()
+    if mask is not None:
+        scores.masked_fill_(~mask, -math.inf)
+    return torch.softmax(scores, -1).to(values.dtype) @ values
 
 
 def gate(x: Tensor, activation: str) -> Tensor:
