@@ -1,7 +1,7 @@
 """JSON from strangers: parsed strictly, or refused in one line.
 
-The standard parser accepts duplicate keys (the last wins), NaN and Infinity, numbers that overflow to infinity, and half
-surrogate pairs; a checkpoint that contains any of these is damaged or made to be read differently by two programs.
+The standard parser accepts duplicate keys (the last wins), NaN and Infinity, numbers that overflow to infinity, and
+half surrogate pairs; a checkpoint with any of these is damaged, or made to be read differently by two programs.
 """
 
 import json
