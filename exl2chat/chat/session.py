@@ -172,6 +172,10 @@ class Session:
         self.close()
         return trash / source.name
 
+    def save(self) -> None:
+        """Try again to write what could not be written."""
+        self._write()
+
     def close(self) -> None:
         """Release the file. The session can still be read."""
         if self._file:
