@@ -11,6 +11,8 @@ from exl2chat.errors import UsageError
 from exl2chat.model.checkpoint import Checkpoint, open_checkpoint
 from exl2chat.model.template import ChatTemplate, Turn, open_template
 from exl2chat.model.tokenizer import Tokenizer, open_tokenizer
+from exl2chat.model.vet import vet
+from exl2chat.paths import Paths
 from exl2chat.progress import Progress
 
 DEFAULT_CONTEXT = 8192
@@ -34,7 +36,9 @@ class LoadedModel:
         return self.tokenizer.encode_chat(self.template.render(turns, continue_final=continuing))
 
 
-def load_model(path: Path, device: str, dtype: str, context: int | None, progress: Progress) -> LoadedModel:
+def load_model(
+    path: Path, device: str, dtype: str, context: int | None, paths: Paths, progress: Progress
+) -> LoadedModel:
     """Load the model in the folder `path`; `device` and `dtype` are those of the settings.
 
     `context` None: what the model was made for, at most 8192 tokens. ModelError where the folder is damaged, not
@@ -42,6 +46,8 @@ def load_model(path: Path, device: str, dtype: str, context: int | None, progres
     """
     progress("reading the model folder")
     checkpoint = open_checkpoint(path)
+    progress("trying the tokenizer and the chat template")
+    vet(checkpoint.folder, paths)
     tokenizer = open_tokenizer(checkpoint.folder)
     template = open_template(checkpoint.folder, tokenizer)
     room = choose_context(checkpoint, context)

@@ -7,6 +7,7 @@ from pathlib import Path
 from exl2chat.engine.generators.streaming import StreamingGenerator
 from exl2chat.engine.loader import LoadedModel, load_model
 from exl2chat.link import protocol as wire
+from exl2chat.paths import Paths
 from exl2chat.progress import Progress
 
 
@@ -31,10 +32,10 @@ class Host:
         self._generator = StreamingGenerator(model.transformer, model.cache, model.tokenizer)
 
     @classmethod
-    def load(cls, path: Path, request: wire.Load, progress: Progress) -> "Host":
+    def load(cls, path: Path, request: wire.Load, paths: Paths, progress: Progress) -> "Host":
         """Load the model in the folder `path` as `request` wants it. ChatError when it cannot be."""
         name = request.model if path.parent.name == "snapshots" else path.name  # there, folders are commit hashes
-        return cls(load_model(path, request.device, request.dtype, request.context, progress), name)
+        return cls(load_model(path, request.device, request.dtype, request.context, paths, progress), name)
 
     def answer(
         self, request: wire.Generate, abort: Callable[[], bool], emit: Callable[[wire.Event], None]
@@ -48,6 +49,7 @@ class Host:
             request.sampling,
             max_new_tokens=request.max_tokens,
             abort=abort,
+            continuing=request.turns[-1].role == "assistant",
             on_prefill=lambda done, total, cached: emit(wire.Prefill(request.id, done, total, cached)),
         )
         emit(wire.Prefill(request.id, start.prompt_tokens, start.prompt_tokens, start.cached_tokens))

@@ -100,7 +100,7 @@ class Service:
         progress("starting the engine")
         from exl2chat.link.host import Host
 
-        self._host = Host.load(path, request, progress)
+        self._host = Host.load(path, request, self._paths, progress)
         seconds = time.perf_counter() - started
         log.info("loaded %s in %.1f s", self._host.info.name, seconds)
         return wire.Ready(self._host.info, seconds)

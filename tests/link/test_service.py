@@ -183,7 +183,7 @@ def test_no_defect_of_a_library_ends_the_service(tmp_path, monkeypatch, fault, s
 
 
 def test_progress_is_throttled_within_a_stage(tmp_path, monkeypatch):
-    def load(_request, _paths, progress):
+    def load(_path, _request, _paths, progress):
         for done in range(100_000):
             progress("counting", done, 100_000)
         progress("counting", 100_000, 100_000)
