@@ -2,7 +2,7 @@
 
 A row gives an option its name in TOML and `/set`, its flag, its environment variable, its range and its help. Layers,
 later wins: default, the model's own (sampling only), config.toml, the session's recorded settings, environment, flag,
-`/set` in the chat. Nothing else in the package reads the environment.
+`/set` in the chat. Nothing else reads the environment but `exl2chat.paths`, which says where config.toml is.
 """
 
 import math
@@ -25,11 +25,11 @@ LAYERS: tuple[Origin, ...] = ("default", "model", "config.toml", "session", "env
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How the next token is drawn. Every default is neutral but the temperature; 0 switches a step off.
+    """How the next token is drawn. Every default is neutral but those of temperature and top_p.
 
-    temperature 0 is greedy. top_k keeps k tokens; top_p the smallest set whose probabilities reach p (1 is off); min_p
-    those at least min_p times as likely as the best. Penalties look at the last `penalty_range` tokens (-1: all), full
-    strength inside, fading linearly over `penalty_decay` more. `seed` None draws one per reply.
+    temperature 0 is greedy. top_k keeps k tokens (0 is off); top_p the smallest set whose probabilities reach p (1 is
+    off); min_p those at least min_p times as likely as the best (0 is off). Penalties look at the last `penalty_range`
+    tokens (-1: all), full strength inside, fading linearly over `penalty_decay` more. `seed` None draws one per reply.
     """
 
     temperature: float = 0.8

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from exl2chat.errors import UsageError
-from exl2chat.settings import LAYERS, Settings, load_settings, option
+from exl2chat.settings import LAYERS, Sampling, Settings, load_settings, option
 
 
 def test_the_later_layer_holds_and_says_so() -> None:
@@ -14,6 +14,10 @@ def test_the_later_layer_holds_and_says_so() -> None:
         settings = settings.with_value(origin, "top-k", number)
         assert settings.lookup("top_k") == (number, origin)
     assert settings.without("/set", "top_k").lookup("top_k") == (len(LAYERS) - 2, "flag")
+
+
+def test_what_nobody_set_is_what_the_sampler_takes_by_itself() -> None:
+    assert Settings().sampling() == Sampling()
 
 
 def test_file_environment_and_flags_stack(tmp_path: Path) -> None:
