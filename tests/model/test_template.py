@@ -130,7 +130,8 @@ HOSTILE = {
     "raise nothing": "{{ raise_exception() }}",
     "too large": " " * (MAX_SOURCE + 1),
     "too much text": "{% for i in range(1000) %}" + "x" * 10_000 + "{% endfor %}",
-    "deep list": "{% set n = namespace(x=1) %}{% for i in range(3000) %}{%set n.x = [n.x]%}{% endfor %}{{ n.x|tojson }}",
+    "deep list": "{% set n = namespace(x=1) %}{% for i in range(3000) %}{% set n.x = [n.x] %}{% endfor %}"
+    "{{ n.x | tojson }}",
     "deep brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
 }
 
