@@ -98,7 +98,7 @@ def parse(line: str) -> Text | Invocation | Unknown:
     match = COMMAND.match(line)
     if not match:
         return Text(line[1:] if ESCAPED.match(line) else line)
-    command = BY_NAME.get(match[1])
+    command = BY_NAME.get(match[1].lower())
     return Invocation(command, line[match.end() :].strip()) if command else Unknown(match[1])
 
 
