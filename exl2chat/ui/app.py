@@ -26,6 +26,7 @@ from exl2chat.safetext import scrub
 from exl2chat.ui.bars import HintBar, LoadBar, QueueBar, StatusBar, TitleBar
 from exl2chat.ui.completion import CompletionList
 from exl2chat.ui.crash import write_crash
+from exl2chat.ui.driver import ChatDriver
 from exl2chat.ui.entries import day
 from exl2chat.ui.keys import HINTS, bindings, keys_page
 from exl2chat.ui.panels import Choice, Page, Picker
@@ -48,7 +49,7 @@ class ChatApp(App[int]):
     BINDINGS: ClassVar = bindings()
 
     def __init__(self, controller: Controller, paths: Paths) -> None:
-        super().__init__(watch_css=False)
+        super().__init__(driver_class=ChatDriver, watch_css=False)
         self.controller = controller
         self.paths = paths
         self.themes = theme_files(paths)
