@@ -33,6 +33,7 @@ class Prompt(TextArea):
         Binding("ctrl+end", "app.follow", show=False),
         Binding("end", "end", show=False),
         Binding("ctrl+d", "leave", show=False),
+        Binding("f6", "app.command('stats')", show=False),  # the text area would select the line
     ]
 
     @dataclass

@@ -24,3 +24,18 @@ def test_every_action_exists() -> None:
 def test_keys_that_help_names_for_the_prompt_are_bound_there() -> None:
     bound = {key for binding in Prompt.BINDINGS for key in binding.key.split(",")}
     assert {"pageup", "pagedown", "ctrl+home", "ctrl+end", "end", "ctrl+d"} <= bound
+
+
+async def test_every_key_does_its_action_while_the_prompt_has_the_focus(start) -> None:
+    async with start() as screen:
+        assert screen.app.focused is screen.app.prompt
+        active = screen.app.screen.active_bindings
+        assert {k.keys: k.action for k in KEYS if k.action} == {
+            k.keys: active[k.keys].binding.action.removeprefix("app.") for k in KEYS if k.action
+        }
+
+
+async def test_f6_shows_the_statistics(start) -> None:
+    async with start() as screen:
+        await screen.press("f6")
+        await screen.until(lambda: screen.shown("Statistics"))
