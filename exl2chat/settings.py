@@ -89,7 +89,7 @@ class Option:
         right_type = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
         in_range = not isinstance(value, int | float) or self.low <= value <= self.high
         if not right_type or not in_range or (self.choices and value not in self.choices):
-            raise UsageError(f"{where}: {self.name} is {self._expected()}, not {reprlib.repr(value)}", self.help)
+            raise UsageError(f"{where}: {self.name} is {self._expected()}, not {_as_toml(value)}", self.help)
         if isinstance(value, str) and not _is_plain(value):
             raise UsageError(f"{where}: {self.name} holds a NUL or is not UTF-8", self.help)
         return cast(Value, value)
@@ -99,8 +99,13 @@ class Option:
             return "one of " + ", ".join(self.choices)
         noun = {int: "a whole number", float: "a number", bool: "on or off", str: "text"}[self.kind]
         if self.low > -math.inf and self.high < math.inf:
-            return f"{noun} from {self.low:g} to {self.high:g}"
-        return f"{noun} of at least {self.low:g}" if self.low > -math.inf else noun
+            return f"{noun} from {self.low} to {self.high}"
+        return f"{noun} of at least {self.low}" if self.low > -math.inf else noun
+
+
+def _as_toml(value: object) -> str:
+    """`value` briefly, as the file or the flag that holds it writes it."""
+    return str(value).lower() if isinstance(value, bool) else reprlib.repr(value)
 
 
 def _is_plain(text: str) -> bool:
@@ -196,7 +201,12 @@ def read_config(path: Path) -> dict[str, Value]:
         return {}
     except OSError as fault:
         raise UsageError(f"{path}: {fault.strerror}", "check the file and its permissions") from None
-    except (ValueError, RecursionError) as fault:
+    except UnicodeDecodeError as fault:
+        line = fault.object.count(b"\n", 0, fault.start) + 1
+        raise UsageError(f"{path}: line {line} is not UTF-8 text", "save the file as UTF-8") from None
+    except RecursionError:
+        raise UsageError(f"{path}: a value is nested too deeply", "mend the line or move the file away") from None
+    except ValueError as fault:
         raise UsageError(f"{path}: {fault}", "mend the line or move the file away") from None
     return {
         option(name, str(path)).name: option(name, str(path)).check(value, str(path)) for name, value in table.items()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from exl2chat.errors import UsageError
-from exl2chat.settings import LAYERS, Sampling, Settings, load_settings, option
+from exl2chat.settings import LAYERS, Sampling, Settings, load_settings, option, read_config
 
 
 def test_the_later_layer_holds_and_says_so() -> None:
@@ -51,6 +51,23 @@ def test_a_bad_config_file_is_named_in_one_line(tmp_path: Path, text: str) -> No
     with pytest.raises(UsageError, match=r"config\.toml") as caught:
         load_settings({}, config, {})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"top_k = true", "top_k is a whole number of at least 0, not true"),
+        (b'top_k = "many"', "top_k is a whole number of at least 0, not 'many'"),
+        (b"top_k = 1\nsystem = '\xff'\n", "line 2 is not UTF-8 text"),
+        (b"top_k = " + b"[" * 5000, "a value is nested too deeply"),
+    ],
+)
+def test_a_bad_config_file_is_told_in_the_words_of_the_file(tmp_path: Path, data: bytes, message: str) -> None:
+    config = tmp_path / "config.toml"
+    config.write_bytes(data)
+    with pytest.raises(UsageError) as caught:
+        read_config(config)
+    assert caught.value.message == f"{config}: {message}"
 
 
 def test_a_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
