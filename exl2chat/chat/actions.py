@@ -63,7 +63,7 @@ async def branch(controller: "Controller", argument: str) -> None:
     """Show a sibling of the message, by default of the last one that has any, with what follows it."""
     words = argument.split()
     number = next((word for word in words if word.startswith("#")), "")
-    step = next((word for word in words if not word.startswith("#")), "next")
+    step = " ".join(word for word in words if word != number) or "next"
     tree = controller.session.tree
     if number:
         message = chosen(controller.path, number, "user")
@@ -131,6 +131,10 @@ async def export(controller: "Controller", argument: str) -> None:
     """Write the path on show to a file: the format is a word, or the ending of the file's name."""
     first, _, rest = argument.partition(" ")
     form, name = (first, rest.strip()) if first in FORMATS else ("", argument)
+    if name and not form and not set("./") & set(name):
+        raise UsageError(
+            f"/export: there is no format '{name:.40}'", f"{', '.join(FORMATS)}; a file without an ending is ./name"
+        )
     path = Path(os.path.expanduser(name)) if name else None
     form = form or (path.suffix[1:] if path and path.suffix[1:] in FORMATS else "md")
     session = controller.session
@@ -191,9 +195,7 @@ async def theme(controller: "Controller", argument: str) -> None:
     if not argument:
         controller.emit(ChooseTheme())
     else:
-        known = controller.names.themes
-        if known and argument not in known:
-            raise UsageError(f"/theme: there is no theme '{argument}'", ", ".join(known))
+        _require_theme(controller, argument)
         await controller.change_settings(controller.settings.with_value("/set", "theme", argument))
 
 
@@ -201,7 +203,16 @@ async def leave(controller: "Controller", _: str) -> None:
     controller.emit(QuitRequested())
 
 
+def _require_theme(controller: "Controller", name: Value) -> None:
+    """UsageError when the front end has told its themes and `name` is none of them."""
+    known = controller.names.themes
+    if known and name not in known:
+        raise UsageError(f"/theme: there is no theme '{name}'", ", ".join(known))
+
+
 async def _change(controller: "Controller", name: str, value: Value) -> None:
+    if name == "theme":
+        _require_theme(controller, value)
     await controller.change_settings(controller.settings.with_value("/set", name, value))
     controller.emit(Notice(f"{name} is {pages.shown(value)}"))
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from exl2chat.chat.commands import COMMANDS
 from exl2chat.chat.completion import Names
 from exl2chat.chat.events import (
     ChooseSession,
@@ -112,7 +113,9 @@ async def test_theme_is_chosen_by_name_or_by_looking(start: Start) -> None:
     chat.controller.names = Names(themes=("exl2-dark", "nord"))
     await chat.say("/theme")
     assert isinstance(chat.events[-1], ChooseTheme)
-    await chat.say("/theme nord", "/theme north")
+    await chat.say("/theme nord", "/set theme south")
+    assert chat.last(Notice).text == "/theme: there is no theme 'south' (exl2-dark, nord)"
+    await chat.say("/theme north")
     assert (chat.controller.settings["theme"], chat.last(SettingChanged).name) == ("nord", "theme")
     assert chat.last(Notice).text == "/theme: there is no theme 'north' (exl2-dark, nord)"
 
@@ -217,6 +220,10 @@ async def test_export(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("/rename", "/rename: which title?"),
         ("/seed -1", "/set: seed is"),
         ("/redo", "/redo: nothing was undone here"),
+        ("/seed abc", "/set: seed is a whole number from 0 to 9223372036854775807, not 'abc'"),
+        ("/export pdf", "/export: there is no format 'pdf' (md, json, txt; a file without an ending is ./name)"),
+        ("/branch 1 2", "/branch: every message here has one version"),
+        ("/branch 1 2 #1", "/branch: '1 2' is not next, prev or 1 to 1"),
     ],
 )
 async def test_what_cannot_be_done_is_said(start: Start, line: str, message: str) -> None:
@@ -224,6 +231,19 @@ async def test_what_cannot_be_done_is_said(start: Start, line: str, message: str
     await chat.say("question", line)
     assert chat.last(Notice).text.startswith(message)
     assert len(chat.generated) == 1
+
+
+async def test_a_command_without_arguments_refuses_one(start: Start, paths: Paths) -> None:
+    chat = await (await start(ANSWERS, Session.create(paths))).ready()
+    await chat.say("question")
+    session, generated = chat.controller.session, len(chat.generated)
+    bare = [row.name for row in COMMANDS if not row.syntax]
+    assert {"delete", "fork", "continue", "stats", "quit"} <= set(bare)
+    for name in bare:
+        await chat.say(f"/{name} another title")
+        assert chat.last(Notice).text == f"/{name} takes nothing after it, not 'another title' (/{name})"
+    assert (chat.controller.session, len(chat.generated)) == (session, generated)
+    assert not chat.of(QuitRequested)
 
 
 async def test_text_that_no_file_can_hold(start: Start, paths: Paths) -> None:
