@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from exl2chat.engine.generators.streaming import StreamingGenerator
-from exl2chat.engine.loader import LoadedModel, load_model
+from exl2chat.engine.loader import LoadedModel, plan_load
 from exl2chat.errors import ModelError, UsageError
 from exl2chat.paths import Paths
 from exl2chat.progress import silent
@@ -29,7 +29,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Paths:
 
 
 def load(path: Path, home: Paths, context: int | None = None) -> LoadedModel:
-    return load_model(path, "cpu", "float32", context, home, silent)
+    return plan_load(path, "cpu", "float32", context, home, silent).load(silent)
 
 
 @pytest.fixture(scope="module")
