@@ -1,6 +1,6 @@
 """Draw docs/screenshot.svg: a short chat with the scripted engine, or with a real model.
 
-python docs/make_screenshot.py [--model smollm2 --ask "..."] [--theme exl2-dark] [--out docs/screenshot.svg]
+python docs/make_screenshot.py [--model smollm2 --ask "..." --seed 1] [--theme exl2-dark] [--out docs/screenshot.svg]
 """
 
 import argparse
@@ -71,10 +71,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="a real model; without it a script answers")
     parser.add_argument("--ask", default=QUESTION)
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--theme", default="exl2-dark")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "screenshot.svg")
     args = parser.parse_args()
-    settings = Settings().with_layer("flag", {"theme": args.theme} | ({"model": args.model} if args.model else {}))
+    flags = {"theme": args.theme, "seed": args.seed} | ({"model": args.model} if args.model else {})
+    settings = Settings().with_layer("flag", flags)
     paths = Paths.default(None if args.model else Path(tempfile.mkdtemp()))
     script = Script(replies=((Read(total=64), Say(ANSWER)),))
     engine = choose_engine("local", paths) if args.model else ScriptedEngine(script)

@@ -60,7 +60,7 @@ def measure(folder: Path, device: str, dtype: str, progress: Tell) -> Report:
     import torch
 
     from exl2chat.engine import placement
-    from exl2chat.engine.benchmark import measure_decoding, measure_prefill
+    from exl2chat.engine.benchmark import TURN, measure_decoding, measure_prefill
     from exl2chat.engine.transformer import Transformer
 
     checkpoint = open_checkpoint(folder)
@@ -72,7 +72,7 @@ def measure(folder: Path, device: str, dtype: str, progress: Tell) -> Report:
     model = Transformer.load(checkpoint, place, kind, progress)
     loaded = time.perf_counter()
     prefill = measure_prefill(model, min(PROMPT, longest), progress)
-    decoding = [measure_decoding(model, context, progress) for context in CONTEXTS if context < longest]
+    decoding = [measure_decoding(model, context, progress) for context in CONTEXTS if context + TURN <= longest]
     return {
         "model": checkpoint.config.name,
         "quantization": checkpoint.quantization,

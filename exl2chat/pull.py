@@ -1,14 +1,19 @@
 """`exl2chat pull`: get a model before the first chat, and list those that are here."""
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.markup import escape
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 
 from exl2chat.model import hub, smollm2
 from exl2chat.paths import Paths
-from exl2chat.safetext import scrub_line
+from exl2chat.progress import Progress
+from exl2chat.safetext import scrub, scrub_line
 from exl2chat.settings import Settings
 
 MEGABYTE = 1_000_000
@@ -29,28 +34,26 @@ def main(args: argparse.Namespace, _settings: Settings, paths: Paths) -> int:
     """Fetch the model, a bar on stderr, and print its folder on stdout; or print the list. ModelError on failure."""
     if args.list:
         for name, folder in hub.local_models(paths):
-            print(f"{name}\t{_size(folder) / MEGABYTE:.0f} MB\t{folder}")
+            print(scrub(f"{name}\t{_size(folder) / MEGABYTE:.0f} MB\t{folder}"))
         return 0
-    print(pull(args.reference, paths, Console(stderr=True)))
+    with bar(Console(stderr=True)) as progress:
+        folder = hub.resolve(args.reference, paths, progress)
+    print(scrub_line(str(folder)))
     return 0
 
 
-def pull(reference: str, paths: Paths, console: Console) -> Path:
-    """The folder of `reference`; progress is drawn on `console`. ModelError when it cannot be had."""
+@contextmanager
+def bar(console: Console) -> Iterator[Progress]:
+    """A progress bar on `console`, as the function that moves it."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bars:
+    with Bars(*columns, console=console) as bars:
         task = bars.add_task("", total=None, amount="")
 
         def show(stage: str, done: int = 0, total: int = 0, unit: str = "") -> None:
-            bars.update(
-                task,
-                description=scrub_line(stage),
-                completed=done,
-                total=total or None,
-                amount=_amount(done, total, unit),
-            )
+            text = escape(scrub_line(stage))
+            bars.update(task, description=text, completed=done, total=total or None, amount=_amount(done, total, unit))
 
-        return hub.resolve(reference, paths, show)
+        yield show
 
 
 def _amount(done: int, total: int, unit: str) -> str:

@@ -7,7 +7,6 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from exl2chat.chat import commands
 from exl2chat.chat.controller import Controller
 from exl2chat.chat.events import (
     ChatEvent,
@@ -20,6 +19,7 @@ from exl2chat.chat.events import (
     ReplyFinished,
     ReplyText,
 )
+from exl2chat.chat.grammar import literal
 from exl2chat.chat.session import Session
 from exl2chat.errors import UsageError, error_for
 from exl2chat.link.choose import choose_engine
@@ -73,9 +73,7 @@ async def answer(prompt: str, controller: Controller, as_json: bool = False, sta
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, listener.interrupt)
     try:
         await controller.start()
-        # A prompt is never a command: a leading space makes text of what would be one.
-        is_text = isinstance(commands.parse(prompt), commands.Text)
-        await controller.submit(prompt if is_text else " " + prompt)
+        await controller.submit(literal(prompt))
         message = await listener.reply
     except asyncio.CancelledError:
         return INTERRUPTED

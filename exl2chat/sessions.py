@@ -19,5 +19,5 @@ def main(args: argparse.Namespace, _settings: Settings, paths: Paths) -> int:
     for saved in list_sessions(paths):
         if args.query.casefold() in saved.title.casefold():
             when = datetime.fromtimestamp(saved.updated).strftime("%Y-%m-%d %H:%M")
-            print(f"{saved.id}  {when}  {saved.messages:5}  {scrub_line(saved.title)}")
+            print(f"{scrub_line(saved.id)}  {when}  {saved.messages:5}  {scrub_line(saved.title)}")
     return 0

@@ -2,7 +2,7 @@
 
 A row gives an option its name in TOML and `/set`, its flag, its environment variable, its range and its help. Layers,
 later wins: default, the model's own (sampling only), config.toml, the session's recorded settings, environment, flag,
-`/set` in the chat. Nothing else in the package reads the environment.
+`/set` in the chat. Nothing else reads the environment but `exl2chat.paths`, which says where config.toml is.
 """
 
 import math
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -25,11 +25,11 @@ LAYERS: tuple[Origin, ...] = ("default", "model", "config.toml", "session", "env
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How the next token is drawn. Every default is neutral but the temperature; 0 switches a step off.
+    """How the next token is drawn. Every default is neutral but those of temperature and top_p.
 
-    temperature 0 is greedy. top_k keeps k tokens; top_p the smallest set whose probabilities reach p (1 is off); min_p
-    those at least min_p times as likely as the best. Penalties look at the last `penalty_range` tokens (-1: all), full
-    strength inside, fading linearly over `penalty_decay` more. `seed` None draws one per reply.
+    temperature 0 is greedy. top_k keeps k tokens (0 is off); top_p the smallest set whose probabilities reach p (1 is
+    off); min_p those at least min_p times as likely as the best (0 is off). Penalties look at the last `penalty_range`
+    tokens (-1: all), full strength inside, fading linearly over `penalty_decay` more. `seed` None draws one per reply.
     """
 
     temperature: float = 0.8
@@ -75,7 +75,9 @@ class Option:
                 return {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}[text.lower()]
             value: Value = self.kind(text)
         except (ValueError, KeyError):
-            raise UsageError(f"{where}: {self.name} is {self._expected()}, not '{text}'", self.help) from None
+            raise UsageError(
+                f"{where}: {self.name} is {self._expected()}, not {reprlib.repr(text)}", self.help
+            ) from None
         return self.check(value, where)
 
     def check(self, value: object, where: str) -> Value:
@@ -87,17 +89,29 @@ class Option:
         right_type = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
         in_range = not isinstance(value, int | float) or self.low <= value <= self.high
         if not right_type or not in_range or (self.choices and value not in self.choices):
-            raise UsageError(f"{where}: {self.name} is {self._expected()}, not {reprlib.repr(value)}", self.help)
-        assert value is None or isinstance(value, str | int | float)
-        return value
+            raise UsageError(f"{where}: {self.name} is {self._expected()}, not {_as_toml(value)}", self.help)
+        if isinstance(value, str) and not _is_plain(value):
+            raise UsageError(f"{where}: {self.name} holds a NUL or is not UTF-8", self.help)
+        return cast(Value, value)
 
     def _expected(self) -> str:
         if self.choices:
             return "one of " + ", ".join(self.choices)
         noun = {int: "a whole number", float: "a number", bool: "on or off", str: "text"}[self.kind]
         if self.low > -math.inf and self.high < math.inf:
-            return f"{noun} from {self.low:g} to {self.high:g}"
-        return f"{noun} of at least {self.low:g}" if self.low > -math.inf else noun
+            return f"{noun} from {self.low} to {self.high}"
+        return f"{noun} of at least {self.low}" if self.low > -math.inf else noun
+
+
+def _as_toml(value: object) -> str:
+    """`value` briefly, as the file or the flag that holds it writes it."""
+    return str(value).lower() if isinstance(value, bool) else reprlib.repr(value)
+
+
+def _is_plain(text: str) -> bool:
+    """Whether `text` can be written to a file and name one: no NUL, and no byte of the command line that is not UTF-8
+    (Python passes those on as surrogates)."""
+    return "\0" not in text and not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -185,7 +199,14 @@ def read_config(path: Path) -> dict[str, Value]:
         table = tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as fault:
+    except OSError as fault:
+        raise UsageError(f"{path}: {fault.strerror}", "check the file and its permissions") from None
+    except UnicodeDecodeError as fault:
+        line = fault.object.count(b"\n", 0, fault.start) + 1
+        raise UsageError(f"{path}: line {line} is not UTF-8 text", "save the file as UTF-8") from None
+    except RecursionError:
+        raise UsageError(f"{path}: a value is nested too deeply", "mend the line or move the file away") from None
+    except ValueError as fault:
         raise UsageError(f"{path}: {fault}", "mend the line or move the file away") from None
     return {
         option(name, str(path)).name: option(name, str(path)).check(value, str(path)) for name, value in table.items()

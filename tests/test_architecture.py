@@ -10,6 +10,7 @@ import pytest
 from exl2chat import errors
 from exl2chat.chat.commands import COMMANDS
 from exl2chat.settings import OPTIONS
+from exl2chat.ui.keys import keys_page
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "exl2chat"
@@ -171,6 +172,10 @@ def test_the_readme_lists_every_command_of_the_chat():
     readme = (REPOSITORY / "README.md").read_text("utf-8").replace("\\|", "|")
     rows = [f"| `{f'/{command.name} {command.syntax}'.strip()}` | {command.summary} |" for command in COMMANDS]
     assert not [row for row in rows if row not in readme]
+
+
+def test_the_readme_lists_every_key_of_the_chat():
+    assert keys_page() in (REPOSITORY / "README.md").read_text("utf-8")
 
 
 def test_the_readme_lists_every_exit_status():

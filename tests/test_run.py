@@ -75,6 +75,7 @@ def test_stats_go_to_the_standard_error(script):
         (["-p", "-"], "text\n", "text\n"),
         ([], "text", "text"),
         (["-p", "/help"], "", "/help"),
+        (["-p", "//help"], "", "//help"),
         (["-p", "/etc/passwd"], "", "/etc/passwd"),
         (["-p", " indented"], "", " indented"),
     ],

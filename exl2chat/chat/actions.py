@@ -1,6 +1,7 @@
 """What the commands do. Each takes the controller and the text after the command's name."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from exl2chat.chat.events import (
 from exl2chat.chat.export import FORMATS, write_export
 from exl2chat.chat.grammar import literal
 from exl2chat.chat.session import Session, find_session, slug
+from exl2chat.chat.tree import Tree
 from exl2chat.errors import SessionError, UsageError
 from exl2chat.safetext import scrub_line
 from exl2chat.settings import Value, option
@@ -46,17 +48,12 @@ async def edit(controller: "Controller", argument: str) -> None:
 
 async def undo(controller: "Controller", argument: str) -> None:
     """Move the head before the last question, k times."""
-    tree = controller.session.tree
-    for _ in range(count(argument)):
-        tree = tree.move(tree.before_exchange())
-    controller.move_head(tree.head)
+    controller.move_head(moved(controller.session.tree, Tree.before_exchange, count(argument)).head)
 
 
 async def redo(controller: "Controller", argument: str) -> None:
     """Move the head after the next reply, k times."""
-    tree = controller.session.tree
-    for _ in range(count(argument)):
-        tree = tree.move(tree.after_exchange())
+    tree = moved(controller.session.tree, Tree.after_exchange, count(argument))
     if tree.head == controller.session.tree.head:
         raise UsageError("/redo: nothing was undone here", "`/branch` shows other versions")
     controller.move_head(tree.head)
@@ -66,7 +63,7 @@ async def branch(controller: "Controller", argument: str) -> None:
     """Show a sibling of the message, by default of the last one that has any, with what follows it."""
     words = argument.split()
     number = next((word for word in words if word.startswith("#")), "")
-    step = next((word for word in words if not word.startswith("#")), "next")
+    step = " ".join(word for word in words if word != number) or "next"
     tree = controller.session.tree
     if number:
         message = chosen(controller.path, number, "user")
@@ -78,10 +75,10 @@ async def branch(controller: "Controller", argument: str) -> None:
     versions = tree.siblings(message.id)
     if step in ("next", "prev"):
         to = (versions.index(message) + (1 if step == "next" else -1)) % len(versions)
-    elif step.isdecimal() and 1 <= int(step) <= len(versions):
-        to = int(step) - 1
+    elif 1 <= whole(step) <= len(versions):
+        to = whole(step) - 1
     else:
-        raise UsageError(f"/branch: '{step}' is not next, prev or 1 to {len(versions)}")
+        raise UsageError(f"/branch: '{step:.40}' is not next, prev or 1 to {len(versions)}")
     controller.move_head(tree.leaf(versions[to].id))
 
 
@@ -104,7 +101,7 @@ async def open_session(controller: "Controller", argument: str) -> None:
     except SessionError:
         controller.emit(ChooseSession(argument))
         return
-    if path != controller.session.file:
+    if os.path.realpath(path) != os.path.realpath(controller.session.file or ""):
         await controller.change_session(Session.open(path, controller.paths))
 
 
@@ -134,6 +131,10 @@ async def export(controller: "Controller", argument: str) -> None:
     """Write the path on show to a file: the format is a word, or the ending of the file's name."""
     first, _, rest = argument.partition(" ")
     form, name = (first, rest.strip()) if first in FORMATS else ("", argument)
+    if name and not form and not set("./") & set(name):
+        raise UsageError(
+            f"/export: there is no format '{name:.40}'", f"{', '.join(FORMATS)}; a file without an ending is ./name"
+        )
     path = Path(os.path.expanduser(name)) if name else None
     form = form or (path.suffix[1:] if path and path.suffix[1:] in FORMATS else "md")
     session = controller.session
@@ -194,9 +195,7 @@ async def theme(controller: "Controller", argument: str) -> None:
     if not argument:
         controller.emit(ChooseTheme())
     else:
-        known = controller.names.themes
-        if known and argument not in known:
-            raise UsageError(f"/theme: there is no theme '{argument}'", ", ".join(known))
+        _require_theme(controller, argument)
         await controller.change_settings(controller.settings.with_value("/set", "theme", argument))
 
 
@@ -204,7 +203,16 @@ async def leave(controller: "Controller", _: str) -> None:
     controller.emit(QuitRequested())
 
 
+def _require_theme(controller: "Controller", name: Value) -> None:
+    """UsageError when the front end has told its themes and `name` is none of them."""
+    known = controller.names.themes
+    if known and name not in known:
+        raise UsageError(f"/theme: there is no theme '{name}'", ", ".join(known))
+
+
 async def _change(controller: "Controller", name: str, value: Value) -> None:
+    if name == "theme":
+        _require_theme(controller, value)
     await controller.change_settings(controller.settings.with_value("/set", name, value))
     controller.emit(Notice(f"{name} is {pages.shown(value)}"))
 
@@ -216,16 +224,31 @@ def chosen(path: tuple[Message, ...], argument: str, role: str) -> Message:
         if not found:
             raise UsageError(f"there is no {role} message here")
         return found[-1]
-    digits = argument.removeprefix("#")
-    if not digits.isdecimal() or not 1 <= int(digits) <= len(path):
-        raise UsageError(f"'{argument}' is not a message", f"#1 to #{len(path)} are on show")
-    return path[int(digits) - 1]
+    number = whole(argument.removeprefix("#"))
+    if not 1 <= number <= len(path):
+        raise UsageError(f"'{argument:.40}' is not a message", f"#1 to #{len(path)} are on show")
+    return path[number - 1]
+
+
+def moved(tree: Tree, step: Callable[[Tree], str | None], times: int) -> Tree:
+    """`tree` with its head moved by `step` as many times, or until that moves it no more."""
+    for _ in range(times):
+        head = step(tree)
+        if head == tree.head:
+            break
+        tree = tree.move(head)
+    return tree
 
 
 def count(argument: str) -> int:
     """How many times: a positive number, 1 when nothing is said."""
     if not argument:
         return 1
-    if not argument.isdecimal() or not 1 <= int(argument) <= 9999:
-        raise UsageError(f"'{argument}' is not a number of times", "/undo 2")
-    return int(argument)
+    if not whole(argument):
+        raise UsageError(f"'{argument:.40}' is not a number of times", "/undo 2")
+    return whole(argument)
+
+
+def whole(text: str) -> int:
+    """The number that `text` writes in at most six digits; 0 for any other text."""
+    return int(text) if text.isdecimal() and len(text) <= 6 else 0

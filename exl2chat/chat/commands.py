@@ -88,7 +88,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("seed", "[n|random]", "make replies repeatable, or not", actions.seed),
     Command("stats", "", "counts and speeds of every reply", actions.stats),
     Command("theme", "[name]", "choose the colours", actions.theme, completes="theme"),
-    Command("quit", "", "leave; everything is saved", actions.leave, aliases=("exit", "q")),
+    Command("quit", "", "leave; everything is saved, queued messages too", actions.leave, aliases=("exit", "q")),
 )
 BY_NAME: Mapping[str, Command] = {word: row for row in COMMANDS for word in (row.name, *row.aliases)}
 
@@ -98,7 +98,7 @@ def parse(line: str) -> Text | Invocation | Unknown:
     match = COMMAND.match(line)
     if not match:
         return Text(line[1:] if ESCAPED.match(line) else line)
-    command = BY_NAME.get(match[1])
+    command = BY_NAME.get(match[1].lower())
     return Invocation(command, line[match.end() :].strip()) if command else Unknown(match[1])
 
 
@@ -110,6 +110,8 @@ async def obey(action: Invocation | Unknown, controller: "Controller") -> None:
     if action.argument == "--help":
         controller.emit(ShowPage("/" + command.name, command_page(command)))
         return
+    if action.argument and not command.syntax:
+        raise UsageError(f"/{command.name} takes nothing after it, not '{action.argument:.40}'", usage(command))
     if refusal := why_not(command, controller):
         raise UsageError(f"/{command.name}: {refusal}")
     if command.needs_model and controller.phase in ("loading", "down"):
@@ -123,7 +125,8 @@ def why_not(command: Command, controller: "Controller") -> str:
     if command.when != "always" and controller.busy:
         return "a reply is on its way: stop it first"
     if command.when == "message" and not controller.path:
-        return "there is no message yet"
+        undone = controller.session.tree.messages
+        return "everything is undone: `/redo` steps forward again" if undone else "there is no message yet"
     if command.when == "reply" and not (controller.path and controller.path[-1].role == "assistant"):
         return "the last message is not a reply"
     return ""

@@ -219,7 +219,16 @@ class Controller:
             await self.load_model()
 
     async def change_session(self, session: Session) -> None:
-        """Show another session, with the settings recorded in it."""
+        """Show another session, with the settings recorded in it.
+
+        SessionError, and `session` closed, while the present one has messages that cannot be saved.
+        """
+        if self.session.fault and not self.session.read_only:
+            self.session.save()
+            self._watch_disk()
+            if self.session.fault:
+                session.close()
+                raise SessionError("the last messages are not saved", "make room, or `/export` and `/delete` them")
         self.session.close()
         self.session, self.last_stats, self._fault = session, None, None
         self.emit(SessionChanged())

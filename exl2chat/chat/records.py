@@ -96,7 +96,13 @@ class Log:
 
 def decode(line: bytes) -> Record | Header | None:
     """The record in `line`; None for a kind this version does not know. ValueError when the line is damaged."""
-    text = line.decode()  # msgspec does not look into fields it skips
+    try:
+        return _decode(line.decode())  # here, because msgspec does not look into the fields it skips
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _decode(text: str) -> Record | Header | None:
     try:
         record: Record = _decode_record(text)
         return record

@@ -46,8 +46,8 @@ def new_id() -> str:
 
 
 def storable(text: str) -> str:
-    """`text` with half surrogate pairs, which no file can hold, replaced."""
-    return text.encode("utf-8", "replace").decode()
+    """`text` with what files or their names cannot hold replaced: half surrogate pairs and NUL."""
+    return text.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
 
 
 class Session:
@@ -171,6 +171,10 @@ class Session:
             raise ChatError(f"{source}: {fault.strerror}", "the session stays where it is") from None
         self.close()
         return trash / source.name
+
+    def save(self) -> None:
+        """Try again to write what could not be written."""
+        self._write()
 
     def close(self) -> None:
         """Release the file. The session can still be read."""

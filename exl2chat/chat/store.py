@@ -7,6 +7,7 @@ written waits in memory and goes out with the next record that can: a full disk 
 
 import fcntl
 import os
+import stat
 from errno import ENOLCK, ENOSPC, ENOTSUP
 from pathlib import Path
 
@@ -38,13 +39,16 @@ class SessionFile:
         """
         handle, obstacle = _open_locked(path)
         try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise SessionError("is not a regular file", "`exl2chat sessions` lists the saved ones")
             with open(handle, "rb", closefd=False) as file:
                 log = load(file.read())
-        except (OSError, SessionError) as fault:
+        except OSError as fault:
             os.close(handle)
-            remedy = fault.remedy if isinstance(fault, SessionError) else ""
-            reason = fault.message if isinstance(fault, SessionError) else fault
-            raise SessionError(f"{path}: {reason}", remedy) from None
+            raise SessionError(f"{path}: {fault.strerror}", "check the file and its permissions") from None
+        except SessionError as fault:
+            os.close(handle)
+            raise SessionError(f"{path}: {fault.message}", fault.remedy) from None
         if log.size + len(log.torn) and not log.tree.messages and log.header is None:
             os.close(handle)
             raise SessionError(f"{path}: nothing in it is a record of a session", "choose another with --resume")
@@ -135,8 +139,5 @@ def _lock(handle: int) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as fault:
-        if fault.errno not in (
-            ENOLCK,
-            ENOTSUP,
-        ):  # some network file systems have no locks: better unlocked than unsaved
+        if fault.errno not in (ENOLCK, ENOTSUP):  # some network file systems have no locks: better that than unsaved
             raise

@@ -1,6 +1,7 @@
 """How fast a loaded model runs here, and how much of that its matrices alone would take.
 
-The machine may be shared: passes over the bare matrices and whole decoding steps take turns, and medians are compared.
+The machine may be shared: the bare matrices and whole decoding steps take turns, and medians are compared. A turn is a
+few steps, so that most find the processor's caches as in a reply.
 """
 
 import time
@@ -16,9 +17,10 @@ from exl2chat.engine.transformer import PREFILL_CHUNK, Transformer
 from exl2chat.ops.packed import Weight
 from exl2chat.progress import Progress
 
-ROUNDS = 40
+ROUNDS = 12
+TURN = 4  # steps
 PREFILL_ROUNDS = 3
-WARM_UP = 2
+WARM_UP = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ def measure_prefill(model: Transformer, length: int, progress: Progress) -> floa
 
 def measure_decoding(model: Transformer, context: int, progress: Progress) -> Decoding:
     """Greedy decoding with `context` tokens in the cache, in turns with the same matrices alone."""
-    cache = model.new_cache(context + 1)
+    cache = model.new_cache(context + TURN)
     _fill(model, torch.randint(model.config.vocab_size, (context,), device=model.device), cache)
     matrices = _matrices(model)
     steps, bare = [], []
@@ -56,7 +58,7 @@ def measure_decoding(model: Transformer, context: int, progress: Progress) -> De
         progress(f"decoding at {context}", index, WARM_UP + ROUNDS, "rounds")
         bare.append(_seconds(lambda: _multiply(matrices), model.device))
         steps.append(_seconds(lambda: _decode(model, cache, context), model.device))
-    return Decoding(context, 1 / median(steps[WARM_UP:]), 1 / median(bare[WARM_UP:]))
+    return Decoding(context, TURN / median(steps[WARM_UP:]), TURN / median(bare[WARM_UP:]))
 
 
 def _fill(model: Transformer, tokens: Tensor, cache: KVCache) -> None:
@@ -67,13 +69,16 @@ def _fill(model: Transformer, tokens: Tensor, cache: KVCache) -> None:
 
 def _decode(model: Transformer, cache: KVCache, context: int) -> None:
     cache.truncate(context)
-    model.forward(torch.tensor([1], device=model.device), cache).argmax().item()
+    token = 1
+    for _ in range(TURN):
+        token = int(model.forward(torch.tensor([token], device=model.device), cache).argmax())
 
 
 @torch.inference_mode()
 def _multiply(matrices: list[tuple[Weight, Tensor]]) -> None:
-    for weight, x in matrices:
-        weight(x)
+    for _ in range(TURN):
+        for weight, x in matrices:
+            weight(x)
 
 
 def _matrices(model: Transformer) -> list[tuple[Weight, Tensor]]:

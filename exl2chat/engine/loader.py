@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from exl2chat.engine.cache import KVCache
 from exl2chat.engine.placement import check_memory, choose_device, choose_dtype
 from exl2chat.engine.transformer import Transformer
@@ -11,6 +13,8 @@ from exl2chat.errors import UsageError
 from exl2chat.model.checkpoint import Checkpoint, open_checkpoint
 from exl2chat.model.template import ChatTemplate, Turn, open_template
 from exl2chat.model.tokenizer import Tokenizer, open_tokenizer
+from exl2chat.model.vet import vet
+from exl2chat.paths import Paths
 from exl2chat.progress import Progress
 
 DEFAULT_CONTEXT = 8192
@@ -34,24 +38,58 @@ class LoadedModel:
         return self.tokenizer.encode_chat(self.template.render(turns, continue_final=continuing))
 
 
-def load_model(path: Path, device: str, dtype: str, context: int | None, progress: Progress) -> LoadedModel:
-    """Load the model in the folder `path`; `device` and `dtype` are those of the settings.
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """A model that can be loaded: everything but its weights has been read, and they are expected to fit."""
 
-    `context` None: what the model was made for, at most 8192 tokens. ModelError where the folder is damaged, not
-    supported or does not fit the memory; UsageError for a context that the model was not made for.
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    device: torch.device
+    dtype: torch.dtype
+    context: int
+
+    def load(self, progress: Progress) -> LoadedModel:
+        """Load the weights. ModelError where they are damaged or do not fit the memory that is free by now."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what torch keeps of an earlier model does not count as free
+        check_memory(self.checkpoint, self.device, self.dtype, self.context)
+        transformer = Transformer.load(self.checkpoint, self.device, self.dtype, progress)
+        cache = transformer.new_cache(self.context)
+        stop_ids = self.checkpoint.config.eos_ids | self.tokenizer.eos_ids | self.template.stop_ids
+        stop_strings = self.template.stop_strings
+        return LoadedModel(self.checkpoint, transformer, cache, self.tokenizer, self.template, stop_ids, stop_strings)
+
+
+def plan_load(
+    path: Path,
+    device: str,
+    dtype: str,
+    context: int | None,
+    paths: Paths,
+    progress: Progress,
+    replaced: LoadedModel | None = None,
+) -> LoadPlan:
+    """Read and check the model in the folder `path`; `device` and `dtype` are those of the settings.
+
+    `context` None: what the model was made for, at most 8192 tokens. `replaced` is a model that will be given up before
+    the weights are loaded: its memory counts as free. ModelError where the folder is damaged, not supported or does not
+    fit the memory; UsageError for a context that the model was not made for.
     """
     progress("reading the model folder")
     checkpoint = open_checkpoint(path)
+    progress("trying the tokenizer and the chat template")
+    vet(checkpoint.folder, paths)
     tokenizer = open_tokenizer(checkpoint.folder)
     template = open_template(checkpoint.folder, tokenizer)
     room = choose_context(checkpoint, context)
     place = choose_device(device)
     kind = choose_dtype(dtype, place)
-    check_memory(checkpoint, place, kind, room)
-    transformer = Transformer.load(checkpoint, place, kind, progress)
-    cache = transformer.new_cache(room)
-    stop_ids = checkpoint.config.eos_ids | tokenizer.eos_ids | template.stop_ids
-    return LoadedModel(checkpoint, transformer, cache, tokenizer, template, stop_ids, template.stop_strings)
+    reusable = 0
+    if replaced and replaced.transformer.device.type == place.type:
+        reusable = replaced.transformer.weight_bytes + replaced.cache.nbytes
+    check_memory(checkpoint, place, kind, room, reusable)
+    return LoadPlan(checkpoint, tokenizer, template, place, kind, room)
 
 
 def choose_context(checkpoint: Checkpoint, asked: int | None) -> int:

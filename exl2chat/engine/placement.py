@@ -33,15 +33,20 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     ]
 
 
-def check_memory(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, context: int) -> None:
-    """ModelError with the sum where the weights and a cache for `context` tokens exceed the free memory."""
+def check_memory(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, context: int, reusable: int = 0
+) -> None:
+    """ModelError with the sum where the weights and a cache for `context` tokens exceed the free memory.
+
+    `reusable` bytes are in use now and will be free by then.
+    """
     weights = weight_bytes(checkpoint, dtype, device.type == "cuda" and dtype == torch.float16)
     cache = cache_bytes(checkpoint.config, context, device, dtype)
     free = free_bytes(device)
-    if free is not None and weights + cache > free:
+    if free is not None and weights + cache > free + reusable:
         raise ModelError(
             f"{checkpoint.folder.path}: {weights / 2**30:.1f} GiB of weights and {cache / 2**30:.1f} GiB of cache for "
-            f"{context} tokens do not fit {free / 2**30:.1f} GiB of free memory",
+            f"{context} tokens do not fit {(free + reusable) / 2**30:.1f} GiB of free memory",
             "choose a smaller model or a smaller --ctx",
         )
 

@@ -128,12 +128,13 @@ def gumbel(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float
     """Standard Gumbel noise [n] for token `ids` [n] at an absolute `position`, a function of its arguments alone.
 
     Output number `id` of the SplitMix64 stream (Steele et al. 2014) whose seed is output number `position` of the
-    stream of `seed`; its upper 53 bits are the uniform.
+    stream of `seed`. The uniform is its upper 52 bits and a half: with 53 the largest would round to 1, its noise to
+    infinity.
     """
     key = _splitmix(np.array([seed], np.uint64), np.array([position], np.uint64))
-    noise = (_splitmix(key, ids.astype(np.uint64)) >> np.uint64(11)).astype(np.float64)
+    noise = (_splitmix(key, ids.astype(np.uint64)) >> np.uint64(12)).astype(np.float64)
     noise += 0.5
-    noise *= 2.0**-53
+    noise *= 2.0**-52
     for _ in range(2):
         np.negative(np.log(noise, out=noise), out=noise)
     return noise

@@ -22,7 +22,14 @@ class StopConditions:
 
     @classmethod
     def of(cls, conditions: Iterable[object]) -> "StopConditions":
-        """From a mixture of ids and strings; StopConditionError (a ValueError) on anything else and on ""."""
+        """From a mixture of ids and strings; StopConditionError (a ValueError) on anything else and on "".
+
+        One string alone is refused too: its characters would each become a stop string.
+        """
+        if isinstance(conditions, str) or not isinstance(conditions, Iterable):
+            raise StopConditionError(
+                f"stop conditions are a list, not {conditions!r:.40}", f"write [{conditions!r:.40}]"
+            )
         ids: set[int] = set()
         strings: dict[str, None] = {}
         for condition in conditions:

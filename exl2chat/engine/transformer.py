@@ -32,7 +32,7 @@ class Transformer:
     def load(
         cls, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Progress
     ) -> "Transformer":
-        """Bring a checkpoint onto `device`, to multiply in `dtype`. ModelError where it does not fit."""
+        """Bring a checkpoint onto `device`, to multiply in `dtype`; `placement.check_memory` says before if it fits."""
         config = checkpoint.config
         weights = load_weights(checkpoint, device, dtype, progress)
         ops = select(device, dtype, config.head_dim, config.hidden_size, config.intermediate_size)

@@ -117,6 +117,9 @@ class ExLlamaV2:
         refuse_set("ExLlamaV2.forward", position_offsets=position_offsets, **kwargs)
         if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
             raise UsageError(f"input_ids has shape {list(input_ids.shape)}", "it is [1, T]: one row of tokens")
+        rows = self.config.vocab_size
+        if input_ids.min() < 0 or input_ids.max() >= rows:  # on a GPU such an id ends the process
+            raise UsageError("input_ids has ids that are no tokens", f"ids are 0 to {rows - 1}")
         model = self.transformer
         kv = cache.kv if cache is not None else model.new_cache(input_ids.shape[1])
         last_only = last_id_only or preprocess_only

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from exl2chat.engine.generators.streaming import StreamingGenerator
-from exl2chat.engine.loader import LoadedModel, load_model
+from exl2chat.engine.loader import LoadedModel, plan_load
+from exl2chat.errors import UsageError
 from exl2chat.link import protocol as wire
+from exl2chat.paths import Paths
 from exl2chat.progress import Progress
 
 
@@ -27,27 +29,27 @@ class Host:
             cache_bytes=model.cache.nbytes,
             sampling=dict(model.checkpoint.config.sampling),
         )
-        self._model = model
+        self.model = model
         self._generator = StreamingGenerator(model.transformer, model.cache, model.tokenizer)
-
-    @classmethod
-    def load(cls, path: Path, request: wire.Load, progress: Progress) -> "Host":
-        """Load the model in the folder `path` as `request` wants it. ChatError when it cannot be."""
-        name = request.model if path.parent.name == "snapshots" else path.name  # there, folders are commit hashes
-        return cls(load_model(path, request.device, request.dtype, request.context, progress), name)
 
     def answer(
         self, request: wire.Generate, abort: Callable[[], bool], emit: Callable[[wire.Event], None]
     ) -> wire.Finished:
-        """Generate the reply, emitting Prefill and Chunk events. ContextError when the prompt does not fit."""
+        """Generate the reply, emitting Prefill and Chunk events.
+
+        ContextError when the prompt does not fit, UsageError when there is no turn to answer.
+        """
+        if not request.turns:
+            raise UsageError("there is no message to answer", "send one first")
         asked = time.perf_counter()
         generator = self._generator
-        generator.set_stop_conditions([*self._model.stop_ids, *self._model.stop_strings, *request.stop])
+        generator.set_stop_conditions([*self.model.stop_ids, *self.model.stop_strings, *request.stop])
         start = generator.begin_stream_ex(
-            self._model.encode_turns([(turn.role, turn.text) for turn in request.turns]),
+            self.model.encode_turns([(turn.role, turn.text) for turn in request.turns]),
             request.sampling,
             max_new_tokens=request.max_tokens,
             abort=abort,
+            continuing=request.turns[-1].role == "assistant",
             on_prefill=lambda done, total, cached: emit(wire.Prefill(request.id, done, total, cached)),
         )
         emit(wire.Prefill(request.id, start.prompt_tokens, start.prompt_tokens, start.cached_tokens))
@@ -68,3 +70,17 @@ class Host:
             seed=start.seed,
         )
         return wire.Finished(request.id, result.stop_reason, stats)
+
+
+class HostPlan:
+    """A model that is found and checked, to be loaded once `replaced` is given up."""
+
+    def __init__(self, path: Path, request: wire.Load, paths: Paths, progress: Progress, replaced: Host | None) -> None:
+        """Check the model in the folder `path` as `request` wants it. ChatError when it cannot be loaded."""
+        self._name = request.model if path.parent.name == "snapshots" else path.name  # there, they are commit hashes
+        model = replaced.model if replaced else None
+        self._plan = plan_load(path, request.device, request.dtype, request.context, paths, progress, model)
+
+    def load(self, progress: Progress) -> Host:
+        """Load the weights. ChatError when they cannot be."""
+        return Host(self._plan.load(progress), self._name)

@@ -30,7 +30,10 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Load(Record, frozen=True):
-    """Load a model: a folder, a hub reference or `smollm2`. Replaces the model that is loaded."""
+    """Load a model: a folder, a hub reference or `smollm2`, in place of the one that is loaded.
+
+    Where it cannot be found or fails its checks, Failed is followed by Ready of the model there was, with 0 seconds.
+    """
 
     model: str
     device: str = "auto"

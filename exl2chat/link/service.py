@@ -70,7 +70,10 @@ class Service:
     def run(self) -> None:
         """Answer requests until Shutdown."""
         while (job := self._queue.get()) is not None:
-            self._emit(self._outcome(job))
+            outcome = self._outcome(job)
+            self._emit(outcome)
+            if self._host and isinstance(job.request, wire.Load) and isinstance(outcome, wire.Failed):
+                self._emit(wire.Ready(self._host.info, seconds=0.0))
             with self._lock:
                 self._open.remove(job)
 
@@ -92,15 +95,17 @@ class Service:
             return wire.Failed(job.id, *self._explain(fault), status)
 
     def _load(self, job: _Job, request: wire.Load) -> wire.Ready:
-        self._host = None
-        gc.collect()  # the old model must be gone before the new one takes its place
+        """Load a model; the one there is stays until nothing but the new weights is left to load."""
         started = time.perf_counter()
         progress = _LoadProgress(job, self._emit)
         path = hub.resolve(request.model, self._paths, progress)
         progress("starting the engine")
-        from exl2chat.link.host import Host
+        from exl2chat.link.host import HostPlan
 
-        self._host = Host.load(path, request, progress)
+        plan = HostPlan(path, request, self._paths, progress, self._host)
+        self._host = None
+        gc.collect()  # the old model must be gone before the new one takes its place
+        self._host = plan.load(progress)
         seconds = time.perf_counter() - started
         log.info("loaded %s in %.1f s", self._host.info.name, seconds)
         return wire.Ready(self._host.info, seconds)

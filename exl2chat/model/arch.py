@@ -4,6 +4,7 @@ A feature that the tensors show (biases, tied head, q/k norms, fused projections
 tensors finds it.
 """
 
+import reprlib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,4 +49,4 @@ def find_arch(names: list[str], where: str) -> ArchSpec:
         if set(names) & set(spec.names):
             return spec
     known = ", ".join(name.removesuffix("ForCausalLM") for spec in ARCHITECTURES for name in spec.names)
-    raise ModelError(f"{where}: architectures {names} is not supported", f"supported are {known}")
+    raise ModelError(f"{where}: architectures {reprlib.repr(names)} is not supported", f"supported are {known}")

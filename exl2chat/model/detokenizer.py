@@ -119,7 +119,8 @@ def _sentencepiece_rule(steps: list[Mapping[str, Any]], where: str) -> Callable[
             token = token.replace(old, new)
         if byte_fallback and (match := BYTE_TOKEN.fullmatch(token)):
             data = bytes([int(match[1], 16)])
-            return Piece(data, data)
-        return Piece(token.removeprefix(strip).encode(), token.encode())
+        else:
+            data = token.encode()
+        return Piece(data.removeprefix(strip.encode()), data)
 
     return rule

@@ -27,6 +27,9 @@ Tensors = dict[str, npt.NDArray[Any]]
 GROUP = 32
 SQUARES = np.arange(1, 17, dtype=np.float32) ** 2
 COLUMNS = 2048  # columns searched at a time: 32 x 2048 float32 stay in a core's second-level cache
+# Scale codes tried, from the smallest that clips nothing. The coarser neighbour takes 3 % off the error at 8 bits, as
+# its step may suit a column better; the finer ones clip a little and take off 12 % at 4 bits and 20 % at 3.
+OFFSETS = np.array([1, 0, -1, -2])
 # Group maxima tried, as fractions of the one that reaches the largest weight of the group. The two below 1 take 0.8 %
 # off the error at 4 bits and nothing at 8 (SmolLM2); four more take off 0.1 %.
 FRACTIONS = (1.0, 0.9, 0.8)
@@ -136,14 +139,14 @@ def _search_codes(
 ) -> tuple[npt.NDArray[np.intp], np.float64]:
     """The best scale code of each column [N], and the squared error of the group with them.
 
-    Tried are the smallest scale that clips nothing and the one below it.
+    Tried are the smallest scale that clips nothing and its neighbours.
     """
     scales = _scales(top)
     covering = np.minimum(np.searchsorted(scales, needed), 15)
     best, total = np.empty_like(covering), np.float64(0)
     for start in range(0, weight.shape[1], COLUMNS):
         part = slice(start, start + COLUMNS)
-        candidates = np.stack([covering[part], np.maximum(covering[part] - 1, 0)])
+        candidates = np.clip(covering[part] + OFFSETS[:, None], 0, 15)
         errors = np.stack([_squared_error(weight[:, part], scales[codes], half) for codes in candidates])
         choice = errors.argmin(axis=0)
         best[part] = np.take_along_axis(candidates, choice[None], axis=0)[0]

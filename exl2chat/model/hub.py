@@ -48,9 +48,9 @@ def _local_folder(reference: str) -> Path | None:
         path = Path(reference).expanduser()
     except RuntimeError:
         raise ModelError(f"{reference}: there is no such user", "give the path of a model folder") from None
-    if path.is_dir():
+    if reference and path.is_dir():
         return path
-    if path.exists():
+    if path.is_file():
         raise ModelError(f"{path}: is a file", "give the folder it is in")
     if reference.startswith(("/", "./", "../", "~")):
         raise ModelError(f"{path}: there is no such folder", "check the path")

@@ -1,7 +1,6 @@
 """The Hugging Face hub and its cache: whole model repositories, as far as a chat needs them."""
 
 import errno
-import io
 import os
 import re
 from collections import Counter
@@ -137,20 +136,23 @@ def _bar_class(stage: str, progress: Progress) -> type:
     """A tqdm class that shows nothing and tells `progress`.
 
     The library opens several bars: bytes received, bytes written, files. Those of bytes are told, whichever is ahead.
+    A disabled tqdm takes no lock: an enabled one whose display raises would keep it, and the download would hang.
     """
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     class Bar(tqdm):  # type: ignore[misc]
+        monitor_interval = 0
         ahead = 0
 
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **{**options, "file": io.StringIO(), "disable": False})
+        def __init__(self, *args: Any, unit: str = "it", **options: Any) -> None:
+            super().__init__(*args, **{**options, "disable": True})
+            self.counts_bytes = unit == "B"
 
-        def display(self, *_args: Any, **_options: Any) -> bool:
-            if self.unit == "B":
+        def update(self, n: float | None = 1) -> None:
+            self.n += n or 0
+            if self.counts_bytes:
                 Bar.ahead = max(Bar.ahead, int(self.n))
                 progress(stage, Bar.ahead, max(int(self.total or 0), Bar.ahead), "B")
-            return True
 
     return Bar
 
@@ -174,10 +176,13 @@ def _explain(repo: str, fault: Exception) -> ModelError:
         GatedRepoError,
         HfHubHTTPError,
         HFValidationError,
+        LocalEntryNotFoundError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
     )
 
+    if isinstance(fault, LocalEntryNotFoundError) and isinstance(fault.__cause__, Exception):
+        fault = fault.__cause__
     if isinstance(fault, HFValidationError):
         return ModelError(f"'{repo}' cannot be a repository's name", "write organisation/name")
     if isinstance(fault, GatedRepoError):
@@ -190,7 +195,7 @@ def _explain(repo: str, fault: Exception) -> ModelError:
         status = fault.response.status_code
         remedy = "`hf auth login` first" if status in (401, 403) else "try again later"
         return ModelError(f"the hub answered {status} to the request for {repo}", remedy)
-    if isinstance(fault, OfflineModeIsEnabled) or isinstance(fault.__cause__, OfflineModeIsEnabled):
+    if isinstance(fault, OfflineModeIsEnabled):
         return ModelError(f"{repo} is not in the cache and HF_HUB_OFFLINE is set", "unset it to download")
     if isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT):
         return ModelError(f"the disk is full: {repo} does not fit", "make room, or set HF_HOME to another disk")

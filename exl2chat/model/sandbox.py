@@ -58,7 +58,7 @@ class Sandbox:
             text = self._environment.render_template("chat", messages=messages, **variables)
         except Refusal:
             raise
-        except (minijinja.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as fault:
+        except (minijinja.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as fault:
             raise ModelError(f"{self.where}: the chat template failed: {_first_line(fault)}", REMEDY) from None
         if len(text) > MAX_OUTPUT:
             raise ModelError(f"{self.where}: the chat template wrote over {MAX_OUTPUT >> 20} MiB", REMEDY)

@@ -23,15 +23,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token outside the learned vocabulary. `special` ones are hidden from readers; the flags tell how it matches."""
+    """A token outside the learned vocabulary. `special` ones are hidden from readers."""
 
     content: str
     id: int
     special: bool
-    normalized: bool = False
-    lstrip: bool = False
-    rstrip: bool = False
-    single_word: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +77,7 @@ def _added_token(entry: Mapping[str, Any], token_id: object, where: str) -> Adde
     content = _content(entry, where, "an added token")
     if type(token_id) is not int or not 0 <= token_id < MAX_ID:
         raise ModelError(f"{where}: the id of added token {content!r} is {token_id!r:.40}", REMEDY)
-    flags = {flag: entry.get(flag) is True for flag in ("special", "normalized", "lstrip", "rstrip", "single_word")}
-    return AddedToken(content, token_id, **flags)
+    return AddedToken(content, token_id, entry.get("special") is True)
 
 
 def _additional(source: Mapping[str, Any], where: str) -> Iterable[str]:

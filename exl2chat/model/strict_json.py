@@ -1,16 +1,18 @@
 """JSON from strangers: parsed strictly, or refused in one line.
 
-The standard parser accepts duplicate keys (the last wins), NaN and Infinity, and numbers that overflow to infinity; a
-checkpoint that contains any of these is damaged or made to be read differently by two programs.
+The standard parser accepts duplicate keys (the last wins), NaN and Infinity, numbers that overflow to infinity, and
+half surrogate pairs; a checkpoint with any of these is damaged, or made to be read differently by two programs.
 """
 
 import json
 import math
+import re
 from typing import Any, Never
 
 from exl2chat.errors import ModelError
 
 MAX_DEPTH = 64
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_object(data: bytes, where: str) -> dict[str, Any]:
@@ -31,6 +33,8 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
         raise _damaged(where, "is not a JSON object")
     if not _shallow(value):
         raise _damaged(where, f"is nested deeper than {MAX_DEPTH} levels")
+    if _SURROGATE.search(data) and not _is_text(value):
+        raise _damaged(where, "has half a surrogate pair in a text")
     return value
 
 
@@ -67,3 +71,12 @@ def _shallow(value: Any) -> bool:
         if not level:
             return True
     return False
+
+
+def _is_text(value: Any) -> bool:
+    """Whether every string in `value` can be written as UTF-8."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -133,7 +133,7 @@ def find_template(folder: ModelFolder) -> tuple[str, str]:
 def _named(value: object, where: str) -> str:
     """A template string, or "default" (else the first) of a list of {name, template} or a table of them."""
     if isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value):
-        value = {entry.get("name"): entry.get("template") for entry in value}
+        value = {str(entry.get("name")): entry.get("template") for entry in value}
     if isinstance(value, Mapping) and value:
         value = value.get("default", next(iter(value.values())))
     if not isinstance(value, str):

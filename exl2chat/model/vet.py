@@ -47,9 +47,12 @@ def vet(folder: ModelFolder, paths: Paths) -> None:
     ModelError if they are malformed, or if the child ran out of memory or time. Costs the start of one Python process
     the first time, and hashing the files afterwards.
     """
-    digest = _digest(folder)
+    try:
+        digest = _digest(folder)
+    except OSError as fault:
+        raise ModelError(f"{fault.filename}: {fault.strerror}", "check the file and its permissions") from None
     passed = paths.cache / "vetted"
-    if passed.is_file() and digest in passed.read_text("ascii", errors="replace").split():
+    if digest in _digests_in(passed):
         return
     child = subprocess.run(
         [sys.executable, "-m", "exl2chat.model.vet", str(folder.path)],
@@ -76,6 +79,13 @@ def _digest(folder: ModelFolder) -> str:
             with folder.files[name].open("rb") as file:
                 total.update(hashlib.file_digest(file, "sha256").digest())
     return total.hexdigest()
+
+
+def _digests_in(passed: Path) -> list[str]:
+    try:
+        return passed.read_text("ascii", errors="replace").split()
+    except OSError:  # there is none yet, or it is not ours to read
+        return []
 
 
 def try_out(folder: ModelFolder) -> None:

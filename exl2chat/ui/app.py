@@ -3,16 +3,19 @@
 import asyncio
 import gc
 import signal
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
-from textual import on
+from textual import events, on
+from textual._keyboard_protocol import MODIFIER_FUNCTIONAL_KEYS
 from textual.app import App, ComposeResult, SystemCommand
 from textual.containers import Horizontal
 from textual.filter import LineFilter
+from textual.notifications import Notify
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Static, TextArea
 
@@ -22,20 +25,23 @@ from exl2chat.chat.history import History
 from exl2chat.chat.session import list_sessions
 from exl2chat.errors import ChatError
 from exl2chat.paths import Paths
-from exl2chat.safetext import scrub
-from exl2chat.ui.bars import HintBar, LoadBar, StatusBar, TitleBar
+from exl2chat.safetext import scrub, scrub_line
+from exl2chat.ui.bars import HintBar, LoadBar, QueueBar, StatusBar, TitleBar
 from exl2chat.ui.completion import CompletionList
 from exl2chat.ui.crash import write_crash
+from exl2chat.ui.driver import ChatDriver
 from exl2chat.ui.entries import day
 from exl2chat.ui.keys import HINTS, bindings, keys_page
 from exl2chat.ui.panels import Choice, Page, Picker
-from exl2chat.ui.presenter import Presenter, Severity
+from exl2chat.ui.presenter import Bars, Presenter, Severity
 from exl2chat.ui.prompt import Prompt
 from exl2chat.ui.safety import SafeText
 from exl2chat.ui.themes import ChatTheme, load_theme, theme_files
 from exl2chat.ui.transcript import Transcript
 
+YOUNG_OBJECTS = 5000  # the default of 700 made 500 collections in a long reply, some of them 15 ms long
 AGAIN_SECONDS = 2.0
+MOST_NOTICES = 3
 STATUS_SECONDS = 0.25
 NOTICE_SECONDS = {"information": 4, "warning": 6, "error": 10}
 
@@ -47,7 +53,7 @@ class ChatApp(App[int]):
     BINDINGS: ClassVar = bindings()
 
     def __init__(self, controller: Controller, paths: Paths) -> None:
-        super().__init__(watch_css=False)
+        super().__init__(driver_class=ChatDriver, watch_css=False)
         self.controller = controller
         self.paths = paths
         self.themes = theme_files(paths)
@@ -57,22 +63,22 @@ class ChatApp(App[int]):
         self._completions = CompletionList()
         self.prompt = Prompt(History(paths.history), self._completions)
         self._hints = HintBar()
-        title, load, status = TitleBar(id="title"), LoadBar(), StatusBar()
-        self._bars = (title, load, status)
-        self.presenter = Presenter(controller, self, self.transcript, self.prompt, title, load, status)
+        self._bars = Bars(TitleBar(), LoadBar(), QueueBar(), StatusBar())
+        self.presenter = Presenter(controller, self, self.transcript, self.prompt, self._bars)
         self._safe = SafeText()  # one for good: drawn lines are cached by their filter
-        self._pressed = 0.0  # when Ctrl+C was pressed with nothing to do
+        self._armed = False  # Ctrl+C was pressed with nothing to do: once more leaves
+        self._asked = 0.0  # when the user was told what leaving would cut short
 
     def compose(self) -> ComposeResult:
-        title, load, status = self._bars
-        yield title
+        yield self._bars.title
         yield self.transcript
-        yield load
+        yield self._bars.load
+        yield self._bars.queue
         yield self._completions
         with Horizontal(id="prompt-row"):
             yield Static("❯ ", id="prompt-mark")
             yield self.prompt
-        yield status
+        yield self._bars.status
         yield self._hints
 
     def on_mount(self) -> None:
@@ -90,6 +96,20 @@ class ChatApp(App[int]):
     async def on_unmount(self) -> None:
         self._unsubscribe()
         await self.controller.close()
+
+    async def on_event(self, event: events.Event) -> None:
+        """Any key between two presses of Ctrl+C takes the first one back; some terminals report Ctrl itself as a key."""
+        if isinstance(event, events.Key) and event.key not in {"ctrl+c", *MODIFIER_FUNCTIONAL_KEYS}:
+            self._arm(False)
+        await super().on_event(event)
+
+    @on(Notify)
+    def _make_room(self, event: Notify) -> None:
+        """Show few notices, and each text once: they lie over the chat."""
+        shown = list(self._notifications)
+        same = [notice for notice in shown if notice.message == event.notification.message]
+        for notice in (*same, *shown[: 1 - MOST_NOTICES]):
+            self._unnotify(notice, refresh=False)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return [self._safe, *super().get_line_filters()]
@@ -140,8 +160,13 @@ class ChatApp(App[int]):
         self.push_screen(picker, chosen)
 
     def leave(self) -> None:
-        """End the app; `on_unmount` saves what is on its way."""
-        self.exit(0)
+        """End the app; `on_unmount` saves what is on its way. Asked for once more while that cuts something short."""
+        unfinished = unfinished_words(self.controller.busy, len(self.controller.queued))
+        if unfinished and time.monotonic() - self._asked > NOTICE_SECONDS["warning"]:
+            self._asked = time.monotonic()
+            self.say(f"{unfinished}: once more to quit", "warning")
+        else:
+            self.exit(0)
 
     # What the user does
 
@@ -178,17 +203,16 @@ class ChatApp(App[int]):
             self.say(f"{len(selected)} characters sent to the clipboard (OSC 52)", "information")
         elif isinstance(self.screen, ModalScreen):
             self.screen.dismiss(None)
-        elif self.controller.busy:
+        elif self.controller.busy or self.controller.queued:
             await self.controller.stop()
         elif self.prompt.text:
             self.prompt.put("")
             self.presenter.replaces = None
-        elif time.monotonic() - self._pressed < AGAIN_SECONDS:
+        elif self._armed:
             self.leave()
         else:
-            self._pressed = time.monotonic()
-            self._hints.hints = ("press Ctrl+C again to quit",)
-            self.set_timer(AGAIN_SECONDS, partial(setattr, self._hints, "hints", HINTS))
+            self._arm(True)
+            self.set_timer(AGAIN_SECONDS, partial(self._arm, False))
 
     def action_page(self, pages: int) -> None:
         self.transcript.page(pages)
@@ -200,6 +224,11 @@ class ChatApp(App[int]):
         self.transcript.follow()
 
     # Inside
+
+    def _arm(self, armed: bool) -> None:
+        """Whether the next Ctrl+C leaves; the hints say so."""
+        self._armed = armed
+        self._hints.hints = ("press Ctrl+C again to quit",) if armed else HINTS
 
     async def _run_with(self, command: str, argument: str | None) -> None:
         if argument:
@@ -219,14 +248,26 @@ class ChatApp(App[int]):
         self._close_messages_no_wait()
 
 
+def unfinished_words(replying: bool, queued: int) -> str:
+    """What is not finished yet, as a sentence; empty when all is."""
+    waiting = f"{queued} message{'s' * (queued > 1)} {'are' if queued > 1 else 'is'} queued" if queued else ""
+    return " and ".join(filter(None, ("a reply is running" if replying else "", waiting)))
+
+
 def freeze_garbage() -> None:
     """What lives as long as the app is not searched for garbage again: it halves the longest pause between frames."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
 
 
 def run_app(controller: Controller, paths: Paths) -> int:
-    """Show the chat until the user leaves; the exit status."""
+    """Show the chat until the user leaves; the exit status. A session that is not on disk whole is told of on stderr."""
     app = ChatApp(controller, paths)
     app.run()
+    session = controller.session
+    if session.fault and not session.read_only:
+        print(
+            scrub_line(f"exl2chat: the last messages are not saved in {session.file}: {session.fault}"), file=sys.stderr
+        )
     return app.return_code or 0

@@ -14,6 +14,7 @@ from exl2chat.safetext import scrub_line
 
 SEPARATOR = "  ·  "
 BAR_CELLS = 20
+LONGEST_QUEUED = 200  # characters; what is further right is out of sight
 UNITS = ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "kB"))
 PHASES = {
     "loading": "loading",
@@ -70,6 +71,22 @@ class HintBar(Line):
         return Text(joined(self.hints, self.size.width), no_wrap=True, overflow="ellipsis")
 
 
+class QueueBar(Line):
+    """What was sent and waits its turn; hidden when nothing does."""
+
+    queued: reactive[tuple[str, ...]] = reactive(())
+
+    def on_mount(self) -> None:
+        self.display = False
+
+    def watch_queued(self, queued: tuple[str, ...]) -> None:
+        self.display = bool(queued)
+
+    def render(self) -> Text:
+        waiting = " │ ".join(scrub_line(text[:LONGEST_QUEUED]) for text in self.queued)
+        return Text(f"queued: {waiting}", no_wrap=True, overflow="ellipsis")
+
+
 class LoadBar(Line):
     """How far the model is on its way; hidden when there is none to wait for."""
 
@@ -102,11 +119,12 @@ def spread(left: Text, right: Text, width: int) -> Text:
 
 
 def joined(words: Sequence[str], width: int) -> str:
-    """As many of the words, from the first, as fit in `width` cells; at least one."""
-    count = len(words)
-    while count > 1 and cell_len(SEPARATOR.join(words[:count])) > width:
-        count -= 1
-    return SEPARATOR.join(words[:count])
+    """The first of the words, and of the others those that still fit in `width` cells."""
+    line = words[0] if words else ""
+    for word in words[1:]:
+        if cell_len(line + SEPARATOR + word) <= width:
+            line += SEPARATOR + word
+    return line
 
 
 def status_words(status: Status) -> list[str]:

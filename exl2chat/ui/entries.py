@@ -14,7 +14,7 @@ REMARKS: Mapping[str, tuple[str, Level]] = {
     "max_tokens": ("… the token limit was reached · /continue goes on", "warning"),
     "context": ("… the context is full · /new starts afresh", "warning"),
     "error": ("✗ the reply failed · /retry tries again", "error"),
-    "crash": ("✗ the engine died here · /continue goes on, /retry starts over", "error"),
+    "crash": ("✗ cut off here · /continue goes on, /retry starts over", "error"),
 }
 
 

@@ -38,9 +38,6 @@ class Layout:
         self._heights: list[int] = []
         self._recent: dict[int, None] = {}  # sections that hold drawn rows, the last used last
 
-    def __len__(self) -> int:
-        return len(self._sections)
-
     @property
     def total(self) -> int:
         """Rows of the whole transcript, as far as known."""
@@ -80,10 +77,9 @@ class Layout:
         """Change what is said of the last message, if it is the one `entry` names."""
         if self._sections and self._sections[-1].entry.id == entry.id:
             last = self._sections[-1]
+            last.describe(entry)
             if finished:
-                last.finish(entry)
-            else:
-                last.entry = entry
+                last.finish()
             self._heights[-1] = last.height
             self._settle()
 

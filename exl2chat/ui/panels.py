@@ -141,7 +141,7 @@ class Picker(ModalScreen[str | None]):
         self._shown = [c for c in self._choices if all(word in f"{c.label} {c.detail}".casefold() for word in words)]
         options = self._options
         options.clear_options()
-        options.add_options(Option(_line(choice)) for choice in self._shown)
+        options.add_options([Option(_line(choice)) for choice in self._shown] or [Option("no match", disabled=True)])
         if self._shown:
             at = [number for number, choice in enumerate(self._shown) if choice.id == self._marked]
             options.highlighted = at[0] if at else 0

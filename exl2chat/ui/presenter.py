@@ -1,12 +1,13 @@
 """The controller's events on the widgets: one method per event."""
 
+from dataclasses import dataclass
 from functools import singledispatchmethod
 from typing import Literal, Protocol
 
 from exl2chat.chat import events as chat
 from exl2chat.chat.controller import Controller
 from exl2chat.safetext import scrub_line
-from exl2chat.ui.bars import LoadBar, Status, StatusBar, TitleBar
+from exl2chat.ui.bars import LoadBar, QueueBar, Status, StatusBar, TitleBar
 from exl2chat.ui.entries import entry_of, speaker
 from exl2chat.ui.prompt import Prompt
 from exl2chat.ui.section import Entry
@@ -35,27 +36,28 @@ class Stage(Protocol):
     def leave(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """The lines that a presenter keeps up to date."""
+
+    title: TitleBar
+    load: LoadBar
+    queue: QueueBar
+    status: StatusBar
+
+
 class Presenter:
     """Shows a controller's state and events. `replaces` is the message that the prompt's text is to replace."""
 
     def __init__(
-        self,
-        controller: Controller,
-        stage: Stage,
-        transcript: Transcript,
-        prompt: Prompt,
-        title: TitleBar,
-        load: LoadBar,
-        status: StatusBar,
+        self, controller: Controller, stage: Stage, transcript: Transcript, prompt: Prompt, bars: Bars
     ) -> None:
         self.replaces: str | None = None
         self._controller = controller
         self._stage = stage
         self._transcript = transcript
         self._prompt = prompt
-        self._title = title
-        self._load = load
-        self._status = status
+        self._bars = bars
 
     def show(self, event: chat.ChatEvent) -> None:
         """Show one event, and what it changed in the status line."""
@@ -72,7 +74,8 @@ class Presenter:
         """Bring the status line up to date."""
         controller = self._controller
         model, stats = controller.model, controller.last_stats
-        self._status.status = Status(
+        self._bars.queue.queued = controller.queued
+        self._bars.status.status = Status(
             controller.phase,
             used=controller.context_used,
             context=model.context if model else 0,
@@ -87,16 +90,16 @@ class Presenter:
 
     @_show.register
     def _(self, event: chat.LoadProgress) -> None:
-        self._load.progress = event
+        self._bars.load.progress = event
 
     @_show.register
     def _(self, _: chat.ModelReady) -> None:
-        self._load.progress = None
+        self._bars.load.progress = None
         self._show(chat.SessionChanged())
 
     @_show.register
     def _(self, event: chat.ModelDown) -> None:
-        self._load.progress = None
+        self._bars.load.progress = None
         self._show(chat.SessionChanged())
         self._stage.say(f"{event.message} ({event.remedy})" if event.remedy else event.message, "error")
 
@@ -135,8 +138,8 @@ class Presenter:
     @_show.register
     def _(self, _: chat.SessionChanged) -> None:
         session, model = self._controller.session, self._controller.model
-        self._title.title = (session.title or "new chat") + (" · read-only" if session.read_only else "")
-        self._title.model = scrub_line(f"{model.name} · {model.quantization} · {model.device}") if model else ""
+        self._bars.title.title = (session.title or "new chat") + (" · read-only" if session.read_only else "")
+        self._bars.title.model = scrub_line(f"{model.name} · {model.quantization} · {model.device}") if model else ""
 
     @_show.register
     def _(self, event: chat.SettingChanged) -> None:

@@ -31,7 +31,9 @@ class Prompt(TextArea):
         Binding("pagedown", "app.page(1)", show=False),
         Binding("ctrl+home", "app.home", show=False),
         Binding("ctrl+end", "app.follow", show=False),
+        Binding("end", "end", show=False),
         Binding("ctrl+d", "leave", show=False),
+        Binding("f6", "app.command('stats')", show=False),  # the text area would select the line
     ]
 
     @dataclass
@@ -84,8 +86,6 @@ class Prompt(TextArea):
             self._recall(1)
         elif key == "down" and self._on_last_row:
             self._recall(-1)
-        elif key == "end" and self.cursor_at_end_of_line:
-            self.app.action_follow()  # type: ignore[attr-defined]
         else:
             return key == "tab"
         return True
@@ -146,6 +146,12 @@ class Prompt(TextArea):
             self._pastes[token] = text
             text = token
         self.insert(scrub(text))
+
+    async def action_end(self) -> None:
+        if self.cursor_at_end_of_line:
+            await self.run_action("app.follow")
+        else:
+            self.action_cursor_line_end()
 
     def action_leave(self) -> None:
         if self.text:

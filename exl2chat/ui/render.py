@@ -5,7 +5,7 @@ an address is shown as text, because what is shown may come from a model.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
 
@@ -19,9 +19,10 @@ from rich.console import Console
 from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
+from textual.cache import LRUCache
 from textual.strip import Strip
 
-from exl2chat.ui.blocks import Block
+from exl2chat.ui.blocks import MOST_CODE_LINES, Block
 from exl2chat.ui.look import Look
 
 MARGIN = 2  # empty cells left of everything
@@ -56,7 +57,26 @@ class Renderer:
     def __init__(self, look: Look) -> None:
         self.look = look
         self._console = Console(color_system="truecolor", force_terminal=True, legacy_windows=False, width=80)
+        self._lines: LRUCache[tuple[Block, int], tuple[Row, ...]] = LRUCache(2 * MOST_CODE_LINES)
         self._markdown = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+
+    def render_open(self, block: Block, width: int, carry: Carry = None) -> Rendered:
+        """A block that is still being written. Code is highlighted line by line, and every line only once.
+
+        What spans lines gets its colours when the block is complete: to lex up to 64 lines again for every frame would
+        cost 10 ms.
+        """
+        if block.kind != "code":
+            return self.render(block, width, carry)
+        parts = [replace(block, text=line, joined=True) for line in block.text.split("\n")]
+        if not block.joined and block.info:
+            parts.insert(0, replace(block, text=""))
+        rows: list[Row] = []
+        for part in parts:
+            if (part, width) not in self._lines:
+                self._lines[part, width] = self.render(part, width).rows[: None if part.joined else 1]
+            rows += self._lines[part, width]
+        return Rendered(tuple(rows))
 
     def render(self, block: Block, width: int, carry: Carry = None, goes_on: bool = False) -> Rendered:
         """`block` in `width` cells. `carry` is of the block before if this one is joined to it.
@@ -218,11 +238,15 @@ class Renderer:
                 rows[-1].append(cell)
         return rows
 
+    def _cell_lines(self, cell: Text, width: int) -> list[Text]:
+        if cell.cell_len > width or "\n" in cell.plain:
+            return list(cell.wrap(self._console, width, justify=cell.justify, overflow="fold"))
+        spare = width - cell.cell_len
+        cell.pad_left({"right": spare, "center": spare // 2}.get(cell.justify or "left", 0))
+        return [cell]
+
     def _table_row(self, cells: Sequence[Text], widths: Sequence[int]) -> Iterator[Text]:
-        columns = [
-            list(cell.wrap(self._console, width, justify=cell.justify, overflow="fold"))
-            for cell, width in zip(cells, widths, strict=False)
-        ]
+        columns = [self._cell_lines(cell, width) for cell, width in zip(cells, widths, strict=False)]
         for parts in zip_longest(*columns):
             line = Text()
             for part, width in zip(parts, widths, strict=False):

@@ -27,6 +27,7 @@ from exl2chat.ui.section import Entry
 
 FRAMES_PER_SECOND = 30
 WIDEST = 100
+BAR_STEPS = 8  # a scroll bar is drawn in eighths of a row
 FAR = 200  # rows; a jump beyond this goes by estimated heights
 
 
@@ -42,6 +43,8 @@ class Transcript(ScrollView, can_focus=False):
         self._view: list[Row] = []
         self._pending: list[str] = []
         self._timer: Timer | None = None
+        self._first = 0  # number of the first row in view, the same for as long as it is in view
+        self._thumb: tuple[int, ...] = ()  # ends of the scroll bar's thumb, as finely as it is drawn
         self._grown = 0  # rows that came since the view stopped following
         self._below = 0  # of these, rows below the view
 
@@ -182,11 +185,15 @@ class Transcript(ScrollView, can_focus=False):
     def _place(self) -> None:
         """Tell the scroll bar where the view is. Past the watchers: they would lay the whole screen out again."""
         height, total, y = self.scrollable_content_region.height, self.document.total, self.document.y
+        self._first = y - self.document.drift
         self.set_reactive(Widget.virtual_size, Size(self.size.width, total))
         self.set_scroll(None, y)
         self.set_reactive(Widget.scroll_target_y, y)
-        bar = self.vertical_scrollbar
-        bar.window_virtual_size, bar.window_size, bar.position = total, height, y
+        thumb = tuple(at * height * BAR_STEPS // max(total, height) for at in (y, y + height))
+        if thumb != self._thumb:
+            self._thumb = thumb
+            bar = self.vertical_scrollbar
+            bar.window_virtual_size, bar.window_size, bar.position = total, height, y
 
     # Drawing and copying
 
@@ -196,7 +203,7 @@ class Transcript(ScrollView, can_focus=False):
         if y >= len(self._view):
             return Strip.blank(width, base)
         strip = self._view[y].strip
-        line = self.document.y - self.document.drift + y
+        line = self._first + y
         span = self.text_selection.get_span(line) if self.text_selection else None
         if span is not None:
             start, end = span

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-import hypothesis
 import pytest
 
 from exl2chat.chat.controller import Controller
@@ -15,9 +14,6 @@ from exl2chat.link import protocol as wire
 from exl2chat.link.scripted import Hold, Read, Say, Script, ScriptedEngine
 from exl2chat.paths import Paths
 from exl2chat.settings import Settings
-
-hypothesis.settings.register_profile("patient", deadline=None)  # a busy machine is not a failure
-hypothesis.settings.load_profile("patient")
 
 E = TypeVar("E", bound=ChatEvent)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from exl2chat.chat.commands import COMMANDS
 from exl2chat.chat.completion import Names
 from exl2chat.chat.events import (
     ChooseSession,
@@ -112,7 +113,9 @@ async def test_theme_is_chosen_by_name_or_by_looking(start: Start) -> None:
     chat.controller.names = Names(themes=("exl2-dark", "nord"))
     await chat.say("/theme")
     assert isinstance(chat.events[-1], ChooseTheme)
-    await chat.say("/theme nord", "/theme north")
+    await chat.say("/theme nord", "/set theme south")
+    assert chat.last(Notice).text == "/theme: there is no theme 'south' (exl2-dark, nord)"
+    await chat.say("/theme north")
     assert (chat.controller.settings["theme"], chat.last(SettingChanged).name) == ("nord", "theme")
     assert chat.last(Notice).text == "/theme: there is no theme 'north' (exl2-dark, nord)"
 
@@ -144,6 +147,27 @@ async def test_new_open_rename_and_delete(start: Start, paths: Paths) -> None:
     assert [saved.title for saved in list_sessions(paths)] == ["a better title"]
     assert first.file is not None
     assert (paths.sessions / ".trash" / first.file.name).exists()
+
+
+async def test_opening_the_session_on_show_by_another_spelling_changes_nothing(
+    start: Start, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = await (await start(ANSWERS, Session.create(paths))).ready()
+    await chat.say("question")
+    session = chat.controller.session
+    assert session.file is not None
+    monkeypatch.chdir(paths.sessions)
+    await chat.say(f"/open ./{session.file.name}")
+    assert chat.controller.session is session
+    assert not session.read_only
+
+
+async def test_more_undo_than_there_are_questions_goes_to_the_start(start: Start) -> None:
+    chat = await (await start(ANSWERS)).ready()
+    await chat.say("question", "/undo 999999")
+    assert chat.texts == []
+    await chat.say("/redo 999999")
+    assert chat.texts == ["question", "one two three"]
 
 
 async def test_a_chat_in_memory_stays_in_memory(start: Start, paths: Paths) -> None:
@@ -189,10 +213,17 @@ async def test_export(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("/undo 0", "'0' is not a number of times"),
         ("/retry #9", "'#9' is not a message (#1 to #2 are on show)"),
         ("/edit #0", "'#0' is not a message"),
+        ("/edit #" + "9" * 5000, "'#999"),
+        ("/undo " + "9" * 5000, "'999"),
+        ("/branch #" + "9" * 5000, "'#999"),
         ("/branch", "/branch: every message here has one version"),
         ("/rename", "/rename: which title?"),
         ("/seed -1", "/set: seed is"),
         ("/redo", "/redo: nothing was undone here"),
+        ("/seed abc", "/set: seed is a whole number from 0 to 9223372036854775807, not 'abc'"),
+        ("/export pdf", "/export: there is no format 'pdf' (md, json, txt; a file without an ending is ./name)"),
+        ("/branch 1 2", "/branch: every message here has one version"),
+        ("/branch 1 2 #1", "/branch: '1 2' is not next, prev or 1 to 1"),
     ],
 )
 async def test_what_cannot_be_done_is_said(start: Start, line: str, message: str) -> None:
@@ -202,9 +233,24 @@ async def test_what_cannot_be_done_is_said(start: Start, line: str, message: str
     assert len(chat.generated) == 1
 
 
+async def test_a_command_without_arguments_refuses_one(start: Start, paths: Paths) -> None:
+    chat = await (await start(ANSWERS, Session.create(paths))).ready()
+    await chat.say("question")
+    session, generated = chat.controller.session, len(chat.generated)
+    bare = [row.name for row in COMMANDS if not row.syntax]
+    assert {"delete", "fork", "continue", "stats", "quit"} <= set(bare)
+    for name in bare:
+        await chat.say(f"/{name} another title")
+        assert chat.last(Notice).text == f"/{name} takes nothing after it, not 'another title' (/{name})"
+    assert (chat.controller.session, len(chat.generated)) == (session, generated)
+    assert not chat.of(QuitRequested)
+
+
 async def test_text_that_no_file_can_hold(start: Start, paths: Paths) -> None:
     chat = await (await start(ANSWERS, Session.create(paths))).ready()
-    await chat.say("a\udc80b", "/rename c\ud800", "/system \udfff", "/edit #1")
-    assert chat.last(FillPrompt).text == "a?b"
+    await chat.say("a\udc80b\0", "/rename c\ud800", "/system \udfff", "/edit #1")
+    assert chat.last(FillPrompt).text == "a?b\ufffd"
+    await chat.say("/open a\0/b", "/export md a\0/b")
+    assert [notice.status for notice in chat.of(Notice)[-2:]] == [6, 1]
     await chat.controller.close()
     assert Session.open("last", paths).title == "c?"

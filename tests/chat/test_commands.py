@@ -28,7 +28,6 @@ NAMES = Names(models=("smollm2", "org/Other-Model"), themes=("exl2-dark", "exl2-
         ("/home/me/x is a file", Text("/home/me/x is a file")),
         ("/", Text("/")),
         ("/ help", Text("/ help")),
-        ("/Help", Text("/Help")),
         ("/etc/passwd", Text("/etc/passwd")),
         ("//help", Text("/help")),
         (" /help me", Text("/help me")),
@@ -42,6 +41,8 @@ NAMES = Names(models=("smollm2", "org/Other-Model"), themes=("exl2-dark", "exl2-
         ("/undo   3 ", Invocation(BY_NAME["undo"], "3")),
         ("/nosuch thing", Unknown("nosuch")),
         ("/hel", Unknown("hel")),
+        ("/HELP", Invocation(BY_NAME["help"], "")),
+        ("/re-try", Unknown("re-try")),
     ],
 )
 def test_grammar(line: str, expected: object) -> None:
@@ -59,7 +60,7 @@ lines = st.text() | st.builds(
 @given(lines)
 def test_a_message_is_never_a_command(line: str) -> None:
     action = parse(line)
-    if re.match(r"/[a-z]+(\s|$)", line):
+    if re.match(r"/[A-Za-z][A-Za-z0-9_-]*(\s|$)", line):
         assert isinstance(action, Invocation | Unknown)
     else:
         assert action == Text(line) or action == Text(line[1:])

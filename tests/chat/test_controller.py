@@ -200,7 +200,7 @@ async def test_undo_and_redo_move_the_head(start: Start) -> None:
     assert chat.texts == ["1", "a", "2", "b"]
     await chat.say("/undo 9", "/undo")
     assert chat.texts == []
-    assert "no message" in chat.last(Notice).text
+    assert chat.last(Notice).text == "/undo: everything is undone: `/redo` steps forward again"
     await chat.say("/redo 9")
     assert chat.texts == ["1", "a", "2", "b", "3", "c"]
     await chat.say("/redo")

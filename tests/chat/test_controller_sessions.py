@@ -6,7 +6,7 @@ import errno
 import pytest
 
 from exl2chat.chat.controller import Controller
-from exl2chat.chat.events import FillPrompt, Notice, ReplyText
+from exl2chat.chat.events import FillPrompt, Message, Notice, ReplyText
 from exl2chat.chat.session import Session
 from exl2chat.link.scripted import Hold, Say, Script, ScriptedEngine
 from exl2chat.paths import Paths
@@ -82,6 +82,27 @@ async def test_a_full_disk_is_told_and_the_chat_goes_on(
     assert "saving works again" in [event.text.split(";")[0] for event in chat.of(Notice)]
     await chat.controller.close()
     assert [message.text for message in Session.open("last", paths).path] == ["hi", "a", "more", "b"]
+
+
+async def test_a_session_that_is_not_saved_is_not_left_for_another(
+    start: Start, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Session.create(paths)
+    other.add(Message("u1", None, "user", "other"))
+    other.close()
+    chat = await (await start(replies("a", "b"), Session.create(paths))).ready()
+    session = chat.controller.session
+    with monkeypatch.context() as patch:
+        await chat.say("hi")
+        FailingDisk(patch, range(1, 10_000), errno.ENOSPC)
+        await chat.say("more", "/new")
+        assert chat.last(Notice).text.startswith("the last messages are not saved")
+        assert chat.controller.session is session
+    await chat.say("/open other")
+    assert chat.texts == ["other"]
+    assert not chat.controller.session.read_only
+    assert session.file is not None
+    assert [message.text for message in Session.open(session.file, paths).path] == ["hi", "a", "more", "b"]
 
 
 async def test_leaving_in_the_middle_keeps_the_text(paths: Paths) -> None:

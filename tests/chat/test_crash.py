@@ -47,7 +47,7 @@ def test_no_acknowledged_message_is_lost_to_kill_9(tmp_path: Path) -> None:
         session.close()
         kept = [message.id for message in session.tree.messages.values() if message.role == "user"]
         assert kept[: len(acknowledged)] == acknowledged
-        assert len(kept) - len(acknowledged) <= KILLS  # one more per kill may be written and not yet acknowledged
+        assert len(kept) <= len(acknowledged) + 1  # the kill may come between writing and acknowledging
         assert not any("damaged" in notice for notice in session.notices)
         acknowledged = kept
     assert len(acknowledged) > KILLS

@@ -107,7 +107,18 @@ def test_unknown_kinds_and_fields_are_left_alone() -> None:
     assert (log.damaged, log.title) == (0, "t")
 
 
-@pytest.mark.parametrize("line", [b'{"k":"msg","id":7}', b'{"k":"head","id":"nobody"}', b"[1]", b'"text"', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"k":"msg","id":7}',
+        b'{"k":"head","id":"nobody"}',
+        b"[1]",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"k":"later","deep":' + b"[" * 100_000,
+        b'{"exl2chat":1,"deep":' + b"[" * 100_000,
+    ],
+)
 def test_a_line_that_makes_no_sense_is_counted(line: bytes) -> None:
     assert load(lines(HEADER) + line + b"\n").damaged == 1
 

@@ -193,6 +193,14 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, data: bytes) -> Non
     assert path.read_bytes() == data
 
 
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_only_a_regular_file_is_read(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    path = tmp_path / "x.jsonl"
+    make(path)
+    with pytest.raises(SessionError, match=r"x\.jsonl: is not a regular file"):
+        SessionFile.open(path)
+
+
 def test_an_empty_file_is_an_empty_session(tmp_path: Path, paths: Paths) -> None:
     path = tmp_path / "2026-11-21-cats-7f3a.jsonl"
     path.touch()

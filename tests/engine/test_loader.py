@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from exl2chat.engine.generators.streaming import StreamingGenerator
-from exl2chat.engine.loader import LoadedModel, load_model
+from exl2chat.engine.loader import LoadedModel, plan_load
 from exl2chat.errors import ModelError, UsageError
+from exl2chat.paths import Paths
 from exl2chat.progress import silent
 from exl2chat.settings import Sampling
 
@@ -22,18 +23,23 @@ CHATML = (
 )
 
 
-def load(path: Path, context: int | None = None) -> LoadedModel:
-    return load_model(path, "cpu", "float32", context, silent)
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Paths:
+    return Paths.default(tmp_path_factory.mktemp("home"))
+
+
+def load(path: Path, home: Paths, context: int | None = None) -> LoadedModel:
+    return plan_load(path, "cpu", "float32", context, home, silent).load(silent)
 
 
 @pytest.fixture(scope="module")
-def chat_model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+def chat_model(tmp_path_factory: pytest.TempPathFactory, home: Paths) -> LoadedModel:
     """A golden checkpoint with a chat template whose end of turn no other file calls an end."""
     folder = tmp_path_factory.mktemp("model") / "chat"
     shutil.copytree(GOLDEN / "llama-3.0bpw-exl2", folder)
     (folder / "chat_template.jinja").write_text(CHATML)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
-    return load(folder)
+    return load(folder, home)
 
 
 def answer(generator: StreamingGenerator, ids: list[int], count: int) -> list[int]:
@@ -50,8 +56,8 @@ def test_what_any_file_calls_an_end_of_turn_stops_a_reply(chat_model: LoadedMode
     assert chat_model.stop_strings == ()
 
 
-def test_a_model_without_a_template_stops_before_the_next_user() -> None:
-    model = load(GOLDEN / "llama-fp16")
+def test_a_model_without_a_template_stops_before_the_next_user(home: Paths) -> None:
+    model = load(GOLDEN / "llama-fp16", home)
     assert model.stop_ids == {1}
     assert model.tokenizer.decode(model.encode_turns([("user", "hi")])).endswith("User: hi\nAssistant:")
 
@@ -69,24 +75,24 @@ def test_a_control_token_in_a_message_is_plain_text(chat_model: LoadedModel) -> 
     assert ids.count(END_OF_TURN) == 1
 
 
-def test_the_context_is_the_models_own_unless_told(chat_model: LoadedModel) -> None:
+def test_the_context_is_the_models_own_unless_told(chat_model: LoadedModel, home: Paths) -> None:
     assert chat_model.cache.capacity == chat_model.checkpoint.config.context == 2048
-    assert load(chat_model.checkpoint.folder.path, 300).cache.capacity == 300
+    assert load(chat_model.checkpoint.folder.path, home, 300).cache.capacity == 300
 
 
-def test_a_longer_context_than_the_models_is_refused(chat_model: LoadedModel) -> None:
+def test_a_longer_context_than_the_models_is_refused(chat_model: LoadedModel, home: Paths) -> None:
     with pytest.raises(UsageError, match="made for 2048 tokens"):
-        load(chat_model.checkpoint.folder.path, 4096)
+        load(chat_model.checkpoint.folder.path, home, 4096)
 
 
-def test_a_folder_that_is_no_model_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_model_is_one_clear_error(tmp_path: Path, home: Paths) -> None:
     with pytest.raises(ModelError):
-        load(tmp_path)
+        load(tmp_path, home)
 
 
 @pytest.mark.parametrize("name", ["llama-3.0bpw-exl2", "gemma2-4.0bpw-exl2", "mistral-4.0bpw-exl2"])
-def test_turns_over_a_reused_cache_equal_greedy_steps_over_fresh_ones(name: str) -> None:
-    model = load(GOLDEN / name)
+def test_turns_over_a_reused_cache_equal_greedy_steps_over_fresh_ones(name: str, home: Paths) -> None:
+    model = load(GOLDEN / name, home)
     generator = StreamingGenerator(model.transformer, model.cache, model.tokenizer)
     conversation = [5, 600, 7, 80, 9]
     for turn in range(3):
@@ -97,3 +103,11 @@ def test_turns_over_a_reused_cache_equal_greedy_steps_over_fresh_ones(name: str)
             expected.append(int(logits[0, : model.tokenizer.vocab_size].argmax()))
         assert reply == expected[len(conversation) :]
         conversation = [*conversation, *reply[: 12 - 4 * turn], 17, 18 + turn]
+
+
+def test_a_template_is_tried_in_a_process_of_its_own_before_it_is_used(tmp_path: Path, home: Paths) -> None:
+    folder = tmp_path / "hostile"
+    shutil.copytree(GOLDEN / "llama-3.0bpw-exl2", folder)
+    (folder / "chat_template.jinja").write_text("{{ (['x' * 100000] * 100000) | join('y' * 100000) }}")
+    with pytest.raises(ModelError, match="hostile"):
+        load(folder, home)

@@ -10,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from exl2chat.engine import sampler
 from exl2chat.engine.sampler import STEPS, Candidates, Sampler, draw, gumbel, min_p, select, temperature, top_k, top_p
 from exl2chat.errors import ChatError
 from exl2chat.settings import Sampling
@@ -179,7 +180,7 @@ def test_the_noise_is_the_same_on_every_machine() -> None:
     z = (first + 0x9E3779B97F4A7C15) & mask
     z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & mask
     z = ((z ^ z >> 27) * 0x94D049BB133111EB) & mask
-    uniform = (((z ^ z >> 31) >> 11) + 0.5) / 2**53
+    uniform = (((z ^ z >> 31) >> 12) + 0.5) / 2**52
     assert gumbel(0, 0, np.array([0]))[0] == pytest.approx(-math.log(-math.log(uniform)), rel=1e-12)
 
 
@@ -189,6 +190,12 @@ def test_a_truncated_draw_is_the_full_draw_where_its_token_survives(logits: np.n
     token = draw(chosen, seed, at)
     survivors = top_k(chosen, 5)
     assert token not in survivors.ids or draw(survivors, seed, at) == token
+
+
+@pytest.mark.parametrize("bits", [0, 2**64 - 1])
+def test_noise_is_finite_whatever_the_bits(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "_splitmix", lambda *_: np.array([bits], np.uint64))
+    assert np.isfinite(gumbel(0, 0, np.array([0]))).all()
 
 
 # The sampler

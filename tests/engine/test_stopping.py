@@ -1,5 +1,7 @@
 """Stop strings, however the text that holds them is cut into pieces."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,3 +80,9 @@ def test_anything_else_is_a_value_error_that_a_user_can_read(bad: object) -> Non
     with pytest.raises(ValueError, match="cannot end a reply") as caught:
         StopConditions.of([1, bad])
     assert isinstance(caught.value, ChatError)
+
+
+@pytest.mark.parametrize("bad", ["###", 2, None])
+def test_stop_conditions_are_a_list(bad: Any) -> None:
+    with pytest.raises(ValueError, match="stop conditions are a list"):
+        StopConditions.of(bad)

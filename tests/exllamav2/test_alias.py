@@ -189,6 +189,10 @@ def test_a_stop_token_ends_the_stream(generator: ExLlamaV2StreamingGenerator) ->
     assert result["chunk_token_ids"].shape == (1, 0)
 
 
+def test_a_generator_that_was_not_begun_has_an_empty_sequence(generator: ExLlamaV2StreamingGenerator) -> None:
+    assert (generator.sequence_ids.shape, generator.sequence_ids.dtype) == ((1, 0), torch.int64)
+
+
 def test_an_unknown_stop_token_is_a_value_error(
     generator: ExLlamaV2StreamingGenerator, tokenizer: ExLlamaV2Tokenizer
 ) -> None:
@@ -331,6 +335,12 @@ def test_a_config_field_that_is_not_supported_yet_is_named(field: str) -> None:
 def test_forward_takes_one_row(ids: torch.Tensor, model: ExLlamaV2) -> None:
     with pytest.raises(UsageError, match=r"\[1, T\]"):
         model.forward(ids)
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_forward_refuses_what_is_no_token(token: int, model: ExLlamaV2) -> None:
+    with pytest.raises(UsageError, match="ids that are no tokens"):
+        model.forward(torch.tensor([[5, token]]))
 
 
 # The tokenizer

@@ -1,19 +1,28 @@
 """What the worker does, with a real tiny model: everything but the pipe."""
 
+import shutil
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
 
+from exl2chat.engine import placement
+from exl2chat.engine.transformer import Transformer
 from exl2chat.link import host
 from exl2chat.link import protocol as wire
 from exl2chat.link.service import Service
+from exl2chat.model.tokenizer import open_tokenizer
 from exl2chat.paths import Paths
 from exl2chat.settings import Sampling
+from tests.model.tokenizer_files import write_tokenizer
 
 MODEL = str(Path(__file__).parent.parent / "data" / "golden" / "llama-6.0bpw-exl2")
 LOAD = wire.Load(MODEL, dtype="float32", context=512)
 LAST = (wire.Ready, wire.Failed, wire.Finished)
+
+
+ROOM = 10 << 20
 
 
 def ask(id="a", text="hello there", **fields):
@@ -26,9 +35,12 @@ def nothing(_event):
     return None
 
 
-def serve(tmp_path, *requests, react=nothing):
-    """Everything a service says to `requests`; where `react` turns an event into a request, that is submitted too."""
-    events, open_requests = [], len(requests)
+def serve(tmp_path, *requests, react=nothing, spare=0):
+    """Everything a service says to `requests`; where `react` turns an event into a request, that is submitted too.
+
+    It ends with the answer to the last of them; `spare` answers come beside those.
+    """
+    events, open_requests = [], len(requests) + spare
 
     def emit(event):
         nonlocal open_requests
@@ -97,6 +109,27 @@ def test_an_assistant_turn_at_the_end_is_continued(tmp_path):
     assert last(rest).stats.prompt_tokens > last(whole).stats.prompt_tokens
 
 
+@pytest.mark.parametrize("begun", ["", "The capital"])
+def test_a_reply_that_is_continued_keeps_the_space_before_its_next_word(tmp_path, monkeypatch, begun):
+    """With a tokenizer that puts a space before every text and drops it again from the decoded text."""
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    tokenizer = open_tokenizer(write_tokenizer(folder, "phi3"))
+    (word,) = tokenizer.encode("is")
+    assert tokenizer.token_of(word) == "▁is"
+    forward = Transformer.forward
+
+    def sure(*args, **kwargs):
+        logits = forward(*args, **kwargs).clone()
+        logits[:, word] = 1e9
+        return logits
+
+    monkeypatch.setattr(Transformer, "forward", sure)
+    turns = (wire.Turn("user", "hello"), wire.Turn("assistant", begun)) if begun else (wire.Turn("user", "hello"),)
+    events = serve(tmp_path, wire.Load(str(folder), context=512), wire.Generate("a", turns, Sampling(temperature=0), 2))
+    assert text_of(events) == (" is is" if begun else "is is")
+
+
 def test_a_stop_ends_the_reply_within_one_token_and_the_next_one_works(tmp_path):
     def react(event):
         return wire.Stop("a") if isinstance(event, wire.Chunk) and event.id == "a" and event.tokens == 3 else None
@@ -149,12 +182,44 @@ def test_a_prompt_that_does_not_fit_fails_with_status_4_and_the_model_stays(tmp_
         (wire.Load(str(Path(MODEL).parent)), 3, "config.json"),
     ],
 )
-def test_a_load_that_fails_says_why_and_leaves_no_model(tmp_path, load, status, named):
-    events = serve(tmp_path, LOAD, load, ask())
-    failed, refused = [event for event in events if isinstance(event, wire.Failed)]
+def test_a_load_that_cannot_work_says_why_and_leaves_the_model_there_was(tmp_path, load, status, named):
+    events = serve(tmp_path, LOAD, load)
+    ready, failed, ready_again = [event for event in events if not isinstance(event, wire.Loading)]
     assert (failed.id, failed.status) == ("", status)
     assert named in failed.message
-    assert refused.status == 3
+    assert (ready_again.model, ready_again.seconds) == (ready.model, 0.0)
+    assert last(serve(tmp_path, LOAD, load, ask(), spare=1)).reason == "max_tokens"
+
+
+def test_a_first_load_that_fails_leaves_no_model(tmp_path):
+    failed, refused = serve(tmp_path, wire.Load("/no/such/folder"), ask())
+    assert (failed.id, failed.status) == ("", 3)
+    assert (refused.id, refused.status) == ("a", 3)
+
+
+def test_a_model_that_would_fit_only_without_the_old_one_loads_and_the_two_never_meet(tmp_path, monkeypatch):
+    held, load = [], host.HostPlan.load
+
+    def watched(plan, progress):
+        assert not any(old() for old in held)
+        new = load(plan, progress)
+        held.append(weakref.ref(new))
+        return new
+
+    def free(_device):
+        """Memory for one model of this kind and a half."""
+        return ROOM - sum(old.info.weight_bytes + old.info.cache_bytes for ref in held if (old := ref()))
+
+    monkeypatch.setattr(host.HostPlan, "load", watched)
+    monkeypatch.setattr(placement, "free_bytes", free)
+    events = serve(tmp_path, LOAD, LOAD)
+    assert [type(event) for event in events if not isinstance(event, wire.Loading)] == [wire.Ready, wire.Ready]
+
+
+def test_a_reply_to_nothing_is_refused_and_the_model_stays(tmp_path):
+    events = serve(tmp_path, LOAD, wire.Generate("a", ()), ask("b"))
+    assert (last(events).message, last(events).status) == ("there is no message to answer", 2)
+    assert last(events, "b").reason == "max_tokens"
 
 
 class Panic(BaseException):
@@ -174,7 +239,7 @@ def test_no_defect_of_a_library_ends_the_service(tmp_path, monkeypatch, fault, s
     def broken(*_):
         raise fault
 
-    monkeypatch.setattr(host.Host, "load", broken)
+    monkeypatch.setattr(host.HostPlan, "load", broken)
     failed, refused = (event for event in serve(tmp_path, LOAD, ask()) if isinstance(event, wire.Failed))
     assert said in failed.message
     assert "\n" not in failed.message
@@ -183,13 +248,13 @@ def test_no_defect_of_a_library_ends_the_service(tmp_path, monkeypatch, fault, s
 
 
 def test_progress_is_throttled_within_a_stage(tmp_path, monkeypatch):
-    def load(_request, _paths, progress):
+    def load(_plan, progress):
         for done in range(100_000):
             progress("counting", done, 100_000)
         progress("counting", 100_000, 100_000)
         raise MemoryError
 
-    monkeypatch.setattr(host.Host, "load", load)
+    monkeypatch.setattr(host.HostPlan, "load", load)
     counted = [
         event for event in serve(tmp_path, LOAD) if isinstance(event, wire.Loading) and event.stage == "counting"
     ]

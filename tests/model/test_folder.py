@@ -123,6 +123,8 @@ def nested(levels: int) -> bytes:
         (b"[1]", "not a JSON object"),
         (b"null", "not a JSON object"),
         (b'{"a": 1, "b": 2, "a": 3}', "'a' is there twice"),
+        (rb'{"a": [{"b": "x\uD800y"}]}', "half a surrogate pair"),
+        (rb'{"\udc00": 1}', "half a surrogate pair"),
         (b'{"x": {"a": 1, "a": 1}}', "'a' is there twice"),
         (b'{"a": NaN}', "NaN"),
         (b'{"a": -Infinity}', "Infinity"),
@@ -137,6 +139,10 @@ def nested(levels: int) -> bytes:
 def test_json_is_parsed_strictly(data: bytes, says: str) -> None:
     with pytest.raises(ModelError, match=f"config: .*{says}"):
         parse_object(data, "config")
+
+
+def test_a_whole_surrogate_pair_is_one_character() -> None:
+    assert parse_object(rb'{"a": "\ud83d\ude00"}', "config") == {"a": "😀"}
 
 
 def test_json_of_the_greatest_depth_is_parsed() -> None:

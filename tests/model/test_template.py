@@ -44,7 +44,7 @@ def test_named_templates(value: Any, chosen: str, tmp_path: Path) -> None:
     assert find_template(write_tokenizer(tmp_path, "byte_level", chat_template=value))[0] == chosen
 
 
-@pytest.mark.parametrize("value", [5, [], {}, ["text"], [{"name": "default"}], {"default": 5}])
+@pytest.mark.parametrize("value", [5, [], {}, ["text"], [{"name": "default"}], [{"name": [1]}], {"default": 5}])
 def test_a_malformed_template_entry_is_one_clear_line(value: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="chat_template is neither"):
         find_template(write_tokenizer(tmp_path, "byte_level", chat_template=value))
@@ -130,6 +130,8 @@ HOSTILE = {
     "raise nothing": "{{ raise_exception() }}",
     "too large": " " * (MAX_SOURCE + 1),
     "too much text": "{% for i in range(1000) %}" + "x" * 10_000 + "{% endfor %}",
+    "deep list": "{% set n = namespace(x=1) %}{% for i in range(3000) %}{% set n.x = [n.x] %}{% endfor %}"
+    "{{ n.x | tojson }}",
     "deep brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
 }
 

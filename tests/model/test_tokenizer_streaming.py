@@ -83,6 +83,14 @@ def test_any_ids_decode_as_the_library_does_but_for_broken_bytes(kind: str, data
         assert text == expected
 
 
+@pytest.mark.parametrize("kind", ["llama2", "phi3", "unigram", "spm_bpe", "gemma"])
+def test_each_token_alone_decodes_as_the_library_does(kind: str) -> None:
+    tokenizer = opened(kind)
+    for token_id in set(range(tokenizer.vocab_size)) - tokenizer.special_ids:
+        expected = library(kind).decode([token_id])
+        assert "\ufffd" in expected or tokenizer.decode([token_id]) == expected, tokenizer.token_of(token_id)
+
+
 @pytest.mark.parametrize("kind", ["llama2", "phi3", "unigram", "spm_bpe"])
 def test_the_leading_space_belongs_to_the_text_only_when_continuing(kind: str) -> None:
     tokenizer = opened(kind)

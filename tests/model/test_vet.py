@@ -55,6 +55,12 @@ def test_where_nothing_can_be_remembered_models_still_pass(model: ModelFolder, t
     vet(model, Paths.default(tmp_path / "home"))
 
 
+def test_a_file_that_went_away_is_named(model: ModelFolder, paths: Paths) -> None:
+    model.files["tokenizer.json"].unlink()
+    with pytest.raises(ModelError, match=r"tokenizer\.json: No such file"):
+        vet(model, paths)
+
+
 def test_a_template_that_eats_all_memory_is_refused(model: ModelFolder, paths: Paths) -> None:
     (model.path / "chat_template.jinja").write_text(DOUBLING)
     with pytest.raises(ModelError, match="refused"):

@@ -1,13 +1,18 @@
 """The app as a user meets it: keys in, screen out."""
 
 import signal
+from functools import partial
 
+import pytest
 from textual import events
 
-from exl2chat.chat.session import Session
+from exl2chat.chat.controller import Controller
+from exl2chat.chat.events import Message
+from exl2chat.chat.session import Session, now
 from exl2chat.link.protocol import Generate, Stop
-from exl2chat.link.scripted import Die, Fail, Finish, Hold, Progress, Read, Say, Script
+from exl2chat.link.scripted import Die, Fail, Finish, Hold, Progress, Read, Say, Script, ScriptedEngine
 from exl2chat.settings import Settings
+from exl2chat.ui.app import ChatApp, run_app
 from exl2chat.ui.panels import Page, Picker
 
 HELLO = Script(replies=((Read(total=8), Say("Hello **there**.\n\n- one\n- two")),))
@@ -35,7 +40,7 @@ async def test_the_load_is_shown_and_typing_goes_on_meanwhile(start) -> None:
         await screen.until(lambda: screen.shown("downloading weights"))
         assert screen.shown(" 25% · 30.0 MB of 120.0 MB")
         await screen.say("early")
-        await screen.until(lambda: screen.shown("1 queued"))
+        await screen.until(lambda: screen.shown("1 queued") and screen.shown("queued: early"))
         screen.engine.release()
         await screen.replied()
         await screen.until(lambda: screen.shown("Hello there."))
@@ -80,6 +85,78 @@ async def test_ctrl_d_leaves_only_an_empty_prompt(start) -> None:
         await screen.until(lambda: screen.app.return_code == 0)
 
 
+async def test_any_key_between_two_ctrl_c_takes_the_first_back(start) -> None:
+    async with start() as screen:
+        await screen.press("ctrl+c")
+        assert screen.shown("press Ctrl+C again to quit")
+        await screen.press("up", "left_control")
+        assert not screen.shown("press Ctrl+C again to quit")
+        await screen.press("ctrl+c")
+        assert screen.shown("press Ctrl+C again to quit")
+        assert screen.app.is_running
+        await screen.press("left_control", "ctrl+c")
+        await screen.until(lambda: screen.app.return_code == 0)
+
+
+@pytest.mark.parametrize("words", ["", "/quit"])
+async def test_leaving_asks_while_something_is_unfinished(start, words) -> None:
+    async with start(HELD) as screen:
+        leave = partial(screen.say, words) if words else partial(screen.press, "ctrl+d")
+        await screen.ready()
+        await screen.say("question")
+        await screen.until(lambda: screen.shown("The beginning"))
+        await screen.say("second")
+        await leave()
+        await screen.until(lambda: screen.shown("a reply is running and 1 message is queued: once more to quit"))
+        assert screen.app.is_running
+        await leave()
+        await screen.until(lambda: screen.app.return_code == 0)
+
+
+async def test_ctrl_c_takes_back_what_is_queued_before_it_leaves(start) -> None:
+    async with start(Script(load=(Hold(),))) as screen:
+        await screen.say("early")
+        await screen.until(lambda: screen.shown("1 queued"))
+        await screen.press("ctrl+c")
+        assert screen.app.prompt.text == "early"
+        assert not screen.chat.queued
+
+
+async def test_few_notices_are_shown_and_each_once(start) -> None:
+    async with start() as screen:
+        await screen.ready()
+        for number in range(8):
+            screen.app.say(f"long notice {number} " + "word " * 30, "error")
+        screen.app.say("last", "warning")
+        screen.app.say("last", "warning")
+        await screen.until(lambda: screen.shown("last"))
+        await screen.until(lambda: not screen.shown("long notice 5"))
+        rows = screen.text().split("\n")
+        assert [row for row in rows if "long notice 7" in row]
+        assert len([row for row in rows if "last" in row]) == 1
+        assert rows.index(next(row for row in rows if "❯" in row)) > 20
+        assert not [row for row in rows[len(rows) // 2 + 2 :] if "word" in row]
+
+
+async def test_an_app_that_could_not_save_says_so_when_it_has_gone(paths, monkeypatch, capsys) -> None:
+    controller = Controller(ScriptedEngine(), Settings(), paths, Session.create(paths))
+    monkeypatch.setattr(ChatApp, "run", lambda _: None)
+    assert run_app(controller, paths) == 0
+    assert not capsys.readouterr().err
+    controller.session.add(Message("a", None, "user", "hello", now()))
+    controller.session._file.fault = "No space left on device"
+    run_app(controller, paths)
+    assert f"not saved in {controller.session.file}: No space left on device" in capsys.readouterr().err
+
+
+async def test_a_query_without_a_match_says_so(start) -> None:
+    async with start() as screen:
+        await screen.say("/open nosuch")
+        await screen.until(lambda: isinstance(screen.app.screen, Picker) and screen.shown("no match"))
+        await screen.press("down", "enter", "escape")
+        await screen.until(lambda: not isinstance(screen.app.screen, Picker))
+
+
 async def test_how_replies_end_is_told(start) -> None:
     replies = (
         (Read(total=1), Say("cut"), Finish("max_tokens")),
@@ -91,7 +168,7 @@ async def test_how_replies_end_is_told(start) -> None:
         await screen.say("one")
         await screen.until(lambda: screen.shown("the token limit was reached"))
         await screen.say("two")
-        await screen.until(lambda: screen.shown("the engine died here"))
+        await screen.until(lambda: screen.shown("cut off here"))
         await screen.say("three")
         await screen.until(lambda: screen.shown("the prompt has 9 tokens (shorten it)"))
 
@@ -146,6 +223,8 @@ async def test_help_opens_scrolls_and_closes(start) -> None:
         await screen.until(lambda: screen.shown("/quit"))
         await screen.press("escape")
         await screen.until(lambda: not isinstance(screen.app.screen, Page))
+        await screen.press("x")
+        assert screen.app.prompt.text == "x"
 
 
 async def test_escape_closes_a_panel_before_it_stops_a_reply(start) -> None:

@@ -41,7 +41,7 @@ class ExLlamaV2StreamingGenerator:
     @property
     def sequence_ids(self) -> Tensor:
         """Prompt and reply so far, int64 [1, n]."""
-        return torch.tensor([self._generator.tokens])
+        return torch.tensor([self._generator.tokens], dtype=torch.int64)
 
     @property
     def speculative_ngram(self) -> bool:

@@ -1,0 +1,23 @@
+"""`exl2chat sessions` over files that somebody else may have written."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from exl2chat import sessions
+from exl2chat.chat.events import Message
+from exl2chat.chat.records import Header, dump
+from exl2chat.paths import Paths
+from exl2chat.settings import Settings
+
+
+def test_the_list_obeys_no_session_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = Paths.default(tmp_path)
+    paths.sessions.mkdir(parents=True)
+    header = Header(1, "id\x1b[31m", "", "title\x1b]52;c;x\x07")
+    (paths.sessions / "x.jsonl").write_bytes(dump(header) + dump(Message("a", None, "user", "x")))
+    assert sessions.main(argparse.Namespace(query="TITLE"), Settings(), paths) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("id\u241b[31m  ")
+    assert shown.rstrip("\n").isprintable()

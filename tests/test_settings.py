@@ -1,0 +1,92 @@
+"""Options from every source: which layer holds, and values that are refused in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from exl2chat.errors import UsageError
+from exl2chat.settings import LAYERS, Sampling, Settings, load_settings, option, read_config
+
+
+def test_the_later_layer_holds_and_says_so() -> None:
+    settings = Settings()
+    for number, origin in enumerate(LAYERS):
+        settings = settings.with_value(origin, "top-k", number)
+        assert settings.lookup("top_k") == (number, origin)
+    assert settings.without("/set", "top_k").lookup("top_k") == (len(LAYERS) - 2, "flag")
+
+
+def test_what_nobody_set_is_what_the_sampler_takes_by_itself() -> None:
+    assert Settings().sampling() == Sampling()
+
+
+def test_file_environment_and_flags_stack(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text("top_k = 1\nmin_p = 1\nseed = 1\n")
+    environ = {"EXL2CHAT_MIN_P": "0.5", "EXL2CHAT_SEED": "2", "EXL2CHAT_UNKNOWN": "x"}
+    settings = load_settings({"seed": 3}, config, environ)
+    assert (settings["top_k"], settings["min_p"], settings["seed"]) == (1, 0.5, 3)
+    assert isinstance(settings.sampling().min_p, float)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "top_k = ",
+        "top_k = true",
+        "top_k = 1.5",
+        "temperature = nan",
+        "temperature = 1e999",
+        "system = 5",
+        'system = "a\\u0000b"',
+        "topk = 1",
+        "top_k = " + "1" * 5000,
+        "top_k = " + "[" * 5000,
+        "top_k = '\ud800'",
+    ],
+)
+def test_a_bad_config_file_is_named_in_one_line(tmp_path: Path, text: str) -> None:
+    config = tmp_path / "config.toml"
+    config.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(UsageError, match=r"config\.toml") as caught:
+        load_settings({}, config, {})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"top_k = true", "top_k is a whole number of at least 0, not true"),
+        (b'top_k = "many"', "top_k is a whole number of at least 0, not 'many'"),
+        (b"top_k = 1\nsystem = '\xff'\n", "line 2 is not UTF-8 text"),
+        (b"top_k = " + b"[" * 5000, "a value is nested too deeply"),
+    ],
+)
+def test_a_bad_config_file_is_told_in_the_words_of_the_file(tmp_path: Path, data: bytes, message: str) -> None:
+    config = tmp_path / "config.toml"
+    config.write_bytes(data)
+    with pytest.raises(UsageError) as caught:
+        read_config(config)
+    assert caught.value.message == f"{config}: {message}"
+
+
+def test_a_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="Is a directory"):
+        load_settings({}, tmp_path, {})
+
+
+def test_an_optional_value_can_be_unset() -> None:
+    assert [option("seed").parse(text, "/set") for text in ("", "none", "Default")] == [None] * 3
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "1.5", "9" * 5000, str(2**63)])
+def test_a_seed_is_a_whole_number_of_63_bits(text: str) -> None:
+    with pytest.raises(UsageError, match="EXL2CHAT_SEED: seed is a whole number") as caught:
+        option("seed").parse(text, "EXL2CHAT_SEED")
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\udcff"])
+def test_text_that_no_record_can_hold_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="EXL2CHAT_MODEL: model holds a NUL or is not UTF-8"):
+        option("model").parse(text, "EXL2CHAT_MODEL")
