@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 
 from exl2chat.engine.decode_graphs import DecodeGraphs
 from exl2chat.engine.generators.streaming import StreamingGenerator
-from exl2chat.engine.loader import load_model
 from exl2chat.engine.transformer import Transformer
 from exl2chat.model.checkpoint import open_checkpoint
+from exl2chat.model.tokenizer import open_tokenizer
 from exl2chat.progress import silent
 from exl2chat.settings import Sampling
 
@@ -87,10 +87,11 @@ def test_a_decode_step_gives_the_same_bits_a_hundred_times() -> None:
         assert torch.equal(model.forward(tokens[-1:], cache), first)
 
 
-def write(folder: Path, device: str, dtype: str) -> tuple[str, list[int]]:
+def write(folder: Path, device: str, dtype: torch.dtype) -> tuple[str, list[int]]:
     """The greedy reply to a fixed prompt: its text and the whole sequence."""
-    loaded = load_model(folder, device, dtype, 128, silent)
-    generator = StreamingGenerator(loaded.transformer, loaded.cache, loaded.tokenizer)
+    checkpoint = open_checkpoint(folder)
+    model = Transformer.load(checkpoint, torch.device(device), dtype, silent)
+    generator = StreamingGenerator(model, model.new_cache(128), open_tokenizer(checkpoint.folder))
     generator.set_stop_conditions([])
     generator.begin_stream_ex(list(range(5, 40)), Sampling(temperature=0.0), max_new_tokens=40)
     results = [generator.stream_ex()]
@@ -102,7 +103,7 @@ def write(folder: Path, device: str, dtype: str) -> tuple[str, list[int]]:
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
 def test_the_generator_writes_the_text_of_the_cpu_in_float32(folder: Path) -> None:
     """The same text, unless two tokens were as good within the tolerance of the logits."""
-    (text, tokens), (ours, chosen) = write(folder, "cpu", "float32"), write(folder, "cuda", "float16")
+    (text, tokens), (ours, chosen) = write(folder, "cpu", torch.float32), write(folder, "cuda", torch.float16)
     assert len(tokens) == len(chosen) == 75
     if text != ours:
         step = next(i for i, (a, b) in enumerate(zip(tokens, chosen, strict=True)) if a != b)
