@@ -57,7 +57,7 @@ settings, later wins:
 
 exit status:
   0 success   1 failure   2 wrong usage   3 the model cannot be loaded   4 the prompt does not fit the context
-  6 a saved chat is locked or damaged   129, 130, 143 ended by SIGHUP, an interrupt, SIGTERM
+  6 a saved chat is locked or damaged   130 interrupted; run: 129 by SIGHUP, 143 by SIGTERM
   141 the reader of the output went away
 """
 
