@@ -21,6 +21,7 @@ from exl2chat.settings import Settings, complete_environment
 
 PROMPT = 512
 CONTEXTS = (128, 1024)
+LONGEST = 2048
 
 Report = dict[str, Any]
 
@@ -39,35 +40,44 @@ def main(args: argparse.Namespace, settings: Settings, paths: Paths) -> int:
         write_report(args.report)
         return 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task("", total=None)
 
         def show(stage: str, done: int = 0, total: int = 0, unit: str = "") -> None:
             bars.update(task, description=scrub_line(f"{stage} {unit}"), completed=done, total=total or None)
 
         folder = hub.resolve(settings["model"], paths, show)
-        report = measure(folder, settings["device"], settings["dtype"], show)
+        report = measure(folder, settings, show)
     if args.json:
         print(json.dumps(report))
     else:
+        threads = "thread" if report["threads"] == 1 else "threads"
+        where = f"{report['threads']} {threads}" if report["device"] == "cpu" else report["device"]
+        print(scrub_line(f"{report['model']}: {report['quantization']}, {report['dtype']}, {where}"))
         Console().print(as_table(report))
+        print(f"load {report['weight_bytes'] / 1e6:.0f} MB in {report['load_seconds']:.1f} s")
     return 0
 
 
-def measure(folder: Path, device: str, dtype: str, progress: Tell) -> Report:
-    """Load the model in `folder` and time it. Speeds are tokens per second, sizes bytes."""
+def measure(folder: Path, settings: Settings, progress: Tell) -> Report:
+    """Load the model in `folder` and time it within the context of the settings.
+
+    Speeds are tokens per second, sizes bytes. UsageError for a context that the model was not made for.
+    """
     complete_environment(worker_environment())
     import torch
 
     from exl2chat.engine import placement
     from exl2chat.engine.benchmark import TURN, measure_decoding, measure_prefill
+    from exl2chat.engine.loader import choose_context
     from exl2chat.engine.transformer import Transformer
 
     checkpoint = open_checkpoint(folder)
-    place = placement.choose_device(device)
-    kind = placement.choose_dtype(dtype, place)
-    longest = checkpoint.config.context
-    placement.check_memory(checkpoint, place, kind, min(longest, max(CONTEXTS)))
+    place = placement.choose_device(settings["device"])
+    kind = placement.choose_dtype(settings["dtype"], place)
+    longest = choose_context(checkpoint, settings["context"] or min(checkpoint.config.context, LONGEST))
+    placement.check_memory(checkpoint, place, kind, longest)
     start = time.perf_counter()
     model = Transformer.load(checkpoint, place, kind, progress)
     loaded = time.perf_counter()
@@ -97,13 +107,10 @@ def measure(folder: Path, device: str, dtype: str, progress: Tell) -> Report:
 
 
 def as_table(report: Report) -> Table:
-    """The report for a person."""
-    threads = "thread" if report["threads"] == 1 else "threads"
-    where = f"{report['threads']} {threads}" if report["device"] == "cpu" else report["device"]
-    table = Table(title=scrub_line(f"{report['model']}: {report['quantization']}, {report['dtype']}, {where}"))
+    """The speeds for a person."""
+    table = Table()
     for name in ("", "tokens/s", "matrices alone", "ratio", "GB/s"):
         table.add_column(name, justify="right" if name else "left")
-    loaded = f"load {report['weight_bytes'] / 1e6:.0f} MB in {report['load_seconds']:.1f} s"
     table.add_row(f"prompt of {report['prefill_tokens']}", f"{report['prefill_per_second']:.0f}")
     for row in report["decode"]:
         table.add_row(
@@ -113,5 +120,4 @@ def as_table(report: Report) -> Table:
             f"{row['ratio']:.2f}",
             f"{row['read_bytes_per_second'] / 1e9:.1f}",
         )
-    table.caption = loaded
     return table

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import importlib
 import os
 import platform
@@ -11,14 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, NoReturn
 
 from exl2chat import __version__
 from exl2chat.errors import ChatError, UsageError
-from exl2chat.paths import Paths
+from exl2chat.paths import Paths, home_folder
 from exl2chat.safetext import scrub_line
-from exl2chat.settings import OPTIONS, Option, load_settings
+from exl2chat.settings import OPTIONS, Option, Settings, load_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +28,20 @@ class Command:
     name: str
     module: str
     help: str
+    groups: tuple[str, ...] = ()  # of the common flags, those that its --help lists
+    reads_settings: bool = True
 
-
-CHAT = Command("", "exl2chat.start", "chat on the screen")
-COMMANDS = (
-    Command("run", "exl2chat.run", "answer one prompt on the standard output"),
-    Command("pull", "exl2chat.pull", "fetch a model, to chat without a network later"),
-    Command("bench", "exl2chat.bench", "measure how fast a model answers here"),
-    Command("sessions", "exl2chat.sessions", "list the saved chats"),
-    Command("paths", "exl2chat.locations", "print where chats, models, settings and logs are"),
-)
 
 GROUPS = {"model": "the model", "chat": "the reply", "sampling": "how tokens are drawn", "screen": "the screen"}
+
+CHAT = Command("", "exl2chat.start", "chat on the screen", tuple(GROUPS))
+COMMANDS = (
+    Command("run", "exl2chat.run", "answer one prompt on the standard output", ("model", "chat", "sampling")),
+    Command("pull", "exl2chat.pull", "fetch a model, to chat without a network later"),
+    Command("bench", "exl2chat.bench", "measure how fast a model answers here", ("model",)),
+    Command("sessions", "exl2chat.sessions", "list the saved chats", reads_settings=False),
+    Command("paths", "exl2chat.locations", "print where chats, models, settings and logs are", reads_settings=False),
+)
 
 EPILOG = """\
 examples:
@@ -55,7 +57,8 @@ settings, later wins:
 
 exit status:
   0 success   1 failure   2 wrong usage   3 the model cannot be loaded   4 the prompt does not fit the context
-  6 a saved chat is locked or damaged   130 interrupted   141 the reader of the output went away
+  6 a saved chat is locked or damaged   130 interrupted; run: 129 by SIGHUP, 143 by SIGTERM
+  141 the reader of the output went away
 """
 
 
@@ -66,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser().parse_args(argv, argparse.Namespace(command=CHAT, home=None, engine="local"))
         paths = Paths.default(args.home)
         flags = {option.name: getattr(args, option.name) for option in OPTIONS if hasattr(args, option.name)}
-        settings = load_settings(flags, paths.config_file)
+        # Where config.toml is can be asked for while it is broken.
+        settings = load_settings(flags, paths.config_file) if args.command.reads_settings else Settings()
         status: int = importlib.import_module(args.command.module).main(args, settings, paths)
         sys.stdout.flush()
     except ChatError as fault:
@@ -81,16 +85,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(fault, BrokenPipeError):
             return 141
-        print("exl2chat: " + scrub_line(str(fault)), file=sys.stderr)
+        reason = "the standard output is closed" if fault.errno == errno.EBADF else str(fault)
+        print("exl2chat: " + scrub_line(reason), file=sys.stderr)
         return 1
     return status
 
 
 def _prepare_streams() -> None:
-    """UTF-8 whatever the locale, and something to write to where the caller closed a stream."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    """UTF-8 whatever the locale, and a stream where the caller closed one: a lost answer is an error, a lost complaint
+    is not."""
+    for name, access, mode in (
+        ("stdin", os.O_RDONLY, "r"),
+        ("stdout", os.O_RDONLY, "w"),  # so that writing fails
+        ("stderr", os.O_WRONLY, "w"),
+    ):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (open as long as the process runs)
+            setattr(sys, name, os.fdopen(os.open(os.devnull, access), mode))
     for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace")):
         with contextlib.suppress(AttributeError):  # a stream that a test has replaced
             stream.reconfigure(encoding="utf-8", errors=errors)  # type: ignore[union-attr]
@@ -149,21 +159,21 @@ def parser() -> _Parser:
     )
     parser.command = CHAT
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions and leave")
-    _add_common(parser)
+    _add_common(parser, CHAT)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in COMMANDS:
         child = commands.add_parser(command.name, help=command.help, description=command.help, allow_abbrev=False)
         child.command = command
-        _add_common(child)
+        _add_common(child, command)
     return parser
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def _add_common(parser: argparse.ArgumentParser, command: Command) -> None:
     """The flags that every command takes. One that is absent leaves no trace, so that a lower layer holds."""
     parser.add_argument(
         "--home",
         default=argparse.SUPPRESS,
-        type=Path,
+        type=home_folder,
         help="keep chats, models, settings and logs under this folder (EXL2CHAT_HOME)",
         metavar="DIR",
     )
@@ -172,7 +182,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         section = parser.add_argument_group(title)
         for row in OPTIONS:
             if row.group == group:
-                section.add_argument(row.flag, **_argument(row))
+                shown = {} if group in command.groups else {"help": argparse.SUPPRESS}
+                section.add_argument(row.flag, **{**_argument(row), **shown})
 
 
 def _argument(row: Option) -> dict[str, Any]:

@@ -17,6 +17,7 @@ def main(_args: argparse.Namespace, _settings: Settings, paths: Paths) -> int:
         "settings": paths.config_file,
         "themes": paths.themes,
         "chats": paths.sessions,
+        "trash": paths.trash,
         "history": paths.history,
         "models": paths.models,
         "log": paths.log,

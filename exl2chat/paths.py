@@ -6,7 +6,9 @@ from pathlib import Path
 
 import platformdirs
 
-from exl2chat.errors import ChatError
+from exl2chat.errors import ChatError, UsageError
+
+TRASH = ".trash"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,10 @@ class Paths:
         return self.data / "sessions"
 
     @property
+    def trash(self) -> Path:
+        return self.sessions / TRASH
+
+    @property
     def history(self) -> Path:
         return self.data / "history.jsonl"
 
@@ -51,6 +57,13 @@ class Paths:
     @property
     def log(self) -> Path:
         return self.state / "engine.log"
+
+
+def home_folder(text: str) -> Path:
+    """The folder that `--home` names. UsageError when it is empty, as an unset shell variable leaves it."""
+    if not text:
+        raise UsageError("--home is empty", "name a folder, or leave it out")
+    return Path(text)
 
 
 def private_folder(path: Path) -> Path:

@@ -64,6 +64,7 @@ class _Screen:
         self._scrubber = Scrubber()
         self._stage = ""
         self._stopping: asyncio.Task[None] | None = None
+        self._asked = False  # whether to leave what is unfinished
 
     def interrupt(self) -> None:
         """Stop the reply; with none on its way, leave."""
@@ -86,6 +87,7 @@ class _Screen:
                 print(f"({level}: {scrub_line(text)})", flush=True)
             case ReplyStarted(_, text):
                 self._scrubber = Scrubber()
+                self._asked = False
                 print("Assistant: " + self._scrubber.feed(text), end="", flush=True)
             case ReplyText(_, text):
                 print(self._scrubber.feed(text), end="", flush=True)
@@ -94,9 +96,18 @@ class _Screen:
             case ShowPage(title, markdown):
                 print(f"{scrub_line(title)}\n{scrub(markdown)}", flush=True)
             case QuitRequested():
-                self._quit()
+                self._leave()
             case _:
                 self._show_choice(event)
+
+    def _leave(self) -> None:
+        """Leave, if need be when asked a second time."""
+        unfinished = self._controller.busy or self._controller.queued
+        if unfinished and not self._asked:
+            self._asked = True
+            print("(a reply is on its way or a message waits: /quit again leaves, and saves what there is)", flush=True)
+        else:
+            self._quit()
 
     def _show_choice(self, event: ChatEvent) -> None:
         match event:

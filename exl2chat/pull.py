@@ -44,16 +44,20 @@ def main(args: argparse.Namespace, _settings: Settings, paths: Paths) -> int:
 
 @contextmanager
 def bar(console: Console) -> Iterator[Progress]:
-    """A progress bar on `console`, as the function that moves it."""
+    """A progress bar on `console` if that is a terminal, as the function that moves it; its first call draws it."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"), TimeElapsedColumn())
-    with Bars(*columns, console=console) as bars:
-        task = bars.add_task("", total=None, amount="")
+    bars = Bars(*columns, console=console, disable=not console.is_terminal)
+    task = bars.add_task("", total=None, amount="")
 
-        def show(stage: str, done: int = 0, total: int = 0, unit: str = "") -> None:
-            text = escape(scrub_line(stage))
-            bars.update(task, description=text, completed=done, total=total or None, amount=_amount(done, total, unit))
+    def show(stage: str, done: int = 0, total: int = 0, unit: str = "") -> None:
+        bars.start()
+        text = escape(scrub_line(stage))
+        bars.update(task, description=text, completed=done, total=total or None, amount=_amount(done, total, unit))
 
+    try:
         yield show
+    finally:
+        bars.stop()
 
 
 def _amount(done: int, total: int, unit: str) -> str:

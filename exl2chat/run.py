@@ -50,7 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace, settings: Settings, paths: Paths) -> int:
     """Answer the prompt; the exit status."""
-    controller = Controller(choose_engine(args.engine, paths), settings, paths, Session.in_memory())
+    return answer_in(Session.in_memory(), args, settings, paths)
+
+
+def answer_in(session: Session, args: argparse.Namespace, settings: Settings, paths: Paths) -> int:
+    """Answer the prompt as the next message of `session`; the exit status."""
+    controller = Controller(choose_engine(args.engine, paths), settings, paths, session)
     return asyncio.run(answer(read_prompt(args.prompt), controller, args.json, args.stats))
 
 

@@ -6,12 +6,15 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
+from exl2chat.errors import UsageError
 from exl2chat.paths import Paths
 from exl2chat.settings import Settings, terminal_only_prints
 
 if TYPE_CHECKING:
     from exl2chat.chat.controller import Controller
     from exl2chat.chat.events import ChatEvent
+
+PIPED = "leave it out: what is piped in is one message, and with --resume the next of that chat"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,13 +30,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace, settings: Settings, paths: Paths) -> int:
-    """Chat on the terminal; where there is none, answer what comes in as `exl2chat run` does."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    """Chat on the terminal; where there is none, answer what comes in as `exl2chat run` does.
+
+    UsageError for `--plain` without somebody to type the lines.
+    """
+    from exl2chat.chat.session import Session
+
+    if args.plain and not sys.stdin.isatty():
+        raise UsageError("--plain reads what is typed, and the standard input is no terminal", PIPED)
+    if not (sys.stdin.isatty() and (sys.stdout.isatty() or args.plain)):
         from exl2chat import run
 
-        return run.main(argparse.Namespace(engine=args.engine, prompt=None, json=False, stats=False), settings, paths)
+        session = Session.open(args.resume, paths) if args.resume else Session.in_memory()
+        once = argparse.Namespace(engine=args.engine, prompt=None, json=False, stats=False)
+        return run.answer_in(session, once, settings, paths)
     from exl2chat.chat.controller import Controller
-    from exl2chat.chat.session import Session
     from exl2chat.link.choose import choose_engine
 
     session = Session.open(args.resume, paths) if args.resume else Session.create(paths)

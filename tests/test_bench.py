@@ -43,9 +43,22 @@ def test_json_is_one_object_on_stdout(
 
 def test_the_table_names_the_model_and_both_contexts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("llama-3.0bpw-exl2", tmp_path=tmp_path) == 0
-    shown = capsys.readouterr().out
+    shown, errors = capsys.readouterr()
+    assert errors == ""
+    assert [line for line in shown.splitlines() if not line.strip()] == []
     for text in ("llama-3.0bpw-exl2", "EXL2", "bfloat16", "prompt of 512", "reply at 128", "reply at 1024", "load"):
         assert text in shown
+
+
+def test_a_context_bounds_what_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("llama-3.0bpw-exl2", "--json", "--ctx", "256", tmp_path=tmp_path) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["prefill_tokens"], [row["context"] for row in report["decode"]]) == (256, [128])
+
+
+def test_a_context_beyond_the_models_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("llama-3.0bpw-exl2", "--ctx", "1000000", tmp_path=tmp_path) == 2
+    assert "made for 2048 tokens" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there_is_one_line_and_status_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,11 +24,13 @@ def command(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["", *(entry.name for entry in cli.COMMANDS)])
-def test_every_command_has_help_with_the_common_flags(command, name):
+def test_every_command_takes_the_common_flags_and_lists_those_that_mean_something_to_it(command, name):
     status, out, err = command(*filter(None, [name]), "--help")
     assert (status, err) == (0, "")
+    groups = {"": {"model", "chat", "sampling", "screen"}, "run": {"model", "chat", "sampling"}, "bench": {"model"}}
     for option in OPTIONS:
-        assert option.flag in out
+        assert (f" {option.flag} " in out) == (option.group in groups.get(name, ()))
+    cli.parser().parse_args([*filter(None, [name]), "--top-k", "3"])
 
 
 def test_help_names_examples_exit_codes_and_files(command):
@@ -70,10 +72,24 @@ def test_a_mistake_is_one_clear_complaint_with_status_2(command, argv, hint):
 def test_a_bad_config_file_is_named(command, tmp_path):
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.toml").write_text("temprature = 1")
-    status, _, err = command("paths")
+    status, _, err = command("run", "-p", "hi")
     assert status == 2
     assert "config.toml" in err
     assert "did you mean temperature?" in err
+
+
+def test_a_bad_config_file_can_be_found(command, tmp_path):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.toml").write_text("not toml")
+    status, out, err = command("paths")
+    assert (status, err) == (0, "")
+    assert str(tmp_path / "config" / "config.toml") in out
+    assert command("sessions")[0] == 0
+
+
+def test_an_empty_home_is_refused(capsys):
+    assert cli.main(["paths", "--home", ""]) == 2
+    assert "--home is empty" in capsys.readouterr().err
 
 
 def test_complaints_hold_nothing_a_terminal_obeys(command):
@@ -100,7 +116,7 @@ def test_paths_follow_home(command, tmp_path):
 
 
 def test_sessions_of_a_new_home_are_none(command):
-    assert command("sessions") == (0, "", "")
+    assert command("sessions") == (0, "", "no chat is saved yet\n")
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["run", "--help"], ["paths"]])

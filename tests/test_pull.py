@@ -72,3 +72,17 @@ def test_amounts_read_well(amount: tuple[int, int, str], text: str) -> None:
     assert text in screen.getvalue()
     assert "fetching" in screen.getvalue()
     assert "\x1b]0" not in screen.getvalue()
+
+
+def test_where_there_is_nothing_to_do_no_bar_is_drawn() -> None:
+    screen = io.StringIO()
+    with pull.bar(Console(file=screen, force_terminal=True)):
+        pass
+    assert screen.getvalue() == ""
+
+
+def test_off_a_terminal_no_bar_is_drawn() -> None:
+    screen = io.StringIO()
+    with pull.bar(Console(file=screen)) as show:
+        show("fetching", 1, 2, "files")
+    assert screen.getvalue() == ""

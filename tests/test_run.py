@@ -14,6 +14,7 @@ import pytest
 
 from exl2chat import cli
 from exl2chat.chat.controller import Controller
+from exl2chat.chat.events import Message
 from exl2chat.chat.session import Session
 from exl2chat.link.scripted import Die, Fail, Finish, Hold, Read, Say, Script, ScriptedEngine
 from exl2chat.paths import Paths
@@ -177,9 +178,19 @@ def test_any_locale_gives_utf8(script):
     assert (done.returncode, done.stdout.decode()) == (0, "grün 🦆\n")
 
 
-def test_closed_streams_are_no_error(script):
-    line = " ".join(map(str, [*RUN, *script(Say("x")), "-p", "hi"]))
-    assert subprocess.run(["sh", "-c", line + " <&- >&- 2>&-"], timeout=60).returncode == 0
+@pytest.mark.parametrize(
+    ("closed", "status", "complaint"),
+    [
+        ("<&- 2>&-", 0, ""),
+        (">&-", 1, "exl2chat: the standard output is closed\n"),
+        ("--json >&-", 1, "exl2chat: the standard output is closed\n"),
+        ("<&- >&- 2>&-", 1, ""),
+    ],
+)
+def test_only_a_lost_answer_makes_a_closed_stream_an_error(script, closed, status, complaint):
+    line = " ".join(map(str, [*RUN, *script(Say("x")), "-p", "hi", closed]))
+    done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (status, complaint)
 
 
 def in_terminal(argv):
@@ -218,3 +229,25 @@ def test_the_chat_without_a_terminal_answers_its_standard_input(script):
     argv = [sys.executable, "-m", "exl2chat", *script(Say("ok"))]
     done = subprocess.run(argv, input="hello", capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "ok\n")
+
+
+def test_a_message_that_is_piped_in_goes_on_with_the_chat_that_is_resumed(script, tmp_path):
+    paths = Paths.default(tmp_path)
+    session = Session.create(paths)
+    session.add(Message("a", None, "user", "first"))
+    session.close()
+    argv = [sys.executable, "-m", "exl2chat", *script(Say("ok")), "--resume"]
+    done = subprocess.run(argv, input="second", capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "ok\n")
+    resumed = Session.open("last", paths)
+    assert [message.text for message in resumed.path] == ["first", "second", "ok"]
+    resumed.close()
+
+
+@pytest.mark.parametrize(("flags", "complaint"), [(["--resume", "nosuch"], "nosuch"), (["--plain"], "no terminal")])
+def test_what_the_chat_cannot_do_with_a_pipe_is_refused(script, flags, complaint):
+    argv = [sys.executable, "-m", "exl2chat", *script(Say("never")), *flags]
+    done = subprocess.run(argv, input="", capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert complaint in done.stderr
+    assert done.stdout == ""

@@ -8,6 +8,8 @@ import pytest
 from exl2chat import sessions
 from exl2chat.chat.events import Message
 from exl2chat.chat.records import Header, dump
+from exl2chat.chat.session import Session
+from exl2chat.errors import ChatError
 from exl2chat.paths import Paths
 from exl2chat.settings import Settings
 
@@ -19,5 +21,15 @@ def test_the_list_obeys_no_session_file(tmp_path: Path, capsys: pytest.CaptureFi
     (paths.sessions / "x.jsonl").write_bytes(dump(header) + dump(Message("a", None, "user", "x")))
     assert sessions.main(argparse.Namespace(query="TITLE"), Settings(), paths) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("id\u241b[31m  ")
-    assert shown.rstrip("\n").isprintable()
+    header, line = shown.splitlines()
+    assert header.split() == ["id", "changed", "messages", "title"]
+    assert line.startswith("id\u241b[31m  ")
+    assert line.isprintable()
+
+
+def test_words_that_no_title_has_are_told(tmp_path: Path) -> None:
+    paths = Paths.default(tmp_path)
+    session = Session.create(paths)
+    session.add(Message("a", None, "user", "Quantum cats"))
+    with pytest.raises(ChatError, match="no saved chat has 'dogs' in its title"):
+        sessions.main(argparse.Namespace(query="dogs"), Settings(), paths)

@@ -156,6 +156,18 @@ def test_a_plain_chat_writes_no_escape_sequence(chat, tmp_path, flags, term):
     assert [text for _, text in messages(tmp_path)] == ["hello", "Bon\x1b[2Jjour.", "again", "half"]
 
 
+def test_a_plain_chat_asks_before_it_leaves_a_reply(chat, tmp_path):
+    terminal = chat("--plain", script=Script(replies=((Say("half"), Hold()),)))
+    terminal.see("scripted is ready")
+    terminal.type("hello\n")
+    terminal.see("half")
+    terminal.type("and then\n/quit\n")
+    terminal.see("/quit again")
+    terminal.type("/quit\n")
+    assert terminal.leave() == 0
+    assert [text for _, text in messages(tmp_path)] == ["hello", "half", "and then"]
+
+
 def test_a_saved_chat_is_resumed(chat, tmp_path):
     script = Script(replies=((Say("Noted."),),))
     terminal = chat(script=script)

@@ -6,9 +6,7 @@ event loop, before the first await of that call. There are no threads and no loc
 
 import asyncio
 import secrets
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
@@ -16,7 +14,6 @@ from exl2chat.chat import commands
 from exl2chat.chat.completion import Completion, Names, complete
 from exl2chat.chat.events import (
     ChatEvent,
-    FillPrompt,
     LoadProgress,
     Message,
     MessageAdded,
@@ -32,24 +29,18 @@ from exl2chat.chat.events import (
     SessionChanged,
     SettingChanged,
 )
-from exl2chat.chat.recall import chosen_values, with_model, with_session
+from exl2chat.chat.loads import Loads, load_request, put_back
+from exl2chat.chat.outbox import Outbox
+from exl2chat.chat.recall import with_model, with_session
 from exl2chat.chat.reply import Reply, request
-from exl2chat.chat.session import Session, new_id, now, storable
-from exl2chat.errors import ChatError, SessionError, UsageError, error_for
+from exl2chat.chat.session import Session, new_id, storable
+from exl2chat.errors import ChatError, ContextError, SessionError, UsageError, error_for
 from exl2chat.link import protocol as wire
 from exl2chat.paths import Paths
 from exl2chat.settings import OPTIONS, Settings
 
 DRAFT_SECONDS = 0.5
 Listener = Callable[[ChatEvent], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Queued:
-    """A line typed while the model was not free; `replaces` is the message it is to branch from."""
-
-    line: str
-    replaces: str | None = None
 
 
 class Controller:
@@ -70,10 +61,9 @@ class Controller:
         self.last_stats: wire.Stats | None = None
         self._engine = engine
         self._listeners: list[Listener] = []
-        self._queue: deque[Queued] = deque()
+        self._outbox = Outbox(self)
         self._reply: Reply | None = None
-        self._loads = 0  # loads sent whose outcome is not known yet
-        self._wanted: wire.Load | None = None
+        self._loads = Loads()
         self._pump: asyncio.Task[None] | None = None
         self._draft_timer: asyncio.TimerHandle | None = None
         self._fault: str | None = None
@@ -93,7 +83,7 @@ class Controller:
     @property
     def queued(self) -> tuple[str, ...]:
         """Lines that will be sent when the model is free, the next one first."""
-        return tuple(entry.line for entry in self._queue)
+        return self._outbox.lines
 
     @property
     def tokens_per_second(self) -> float:
@@ -119,8 +109,9 @@ class Controller:
         await self.load_model()
 
     async def close(self) -> None:
-        """Keep what there is of a reply, release the session file and stop the engine."""
+        """Keep what there is of a reply and the messages that wait, release the session file and stop the engine."""
         self._end_reply("stopped")
+        self._outbox.keep()
         self.session.close()
         await self._engine.close()
         if self._pump:
@@ -140,7 +131,7 @@ class Controller:
         text = storable(text)
         action = commands.parse(text)
         if not isinstance(action, commands.Text):
-            await self._obey(action)
+            await self.obey(action)
         elif action.text.strip():
             await self.enqueue(text, replaces)
 
@@ -148,13 +139,12 @@ class Controller:
         """Obey the action `line`: a command with or without its slash. Never reaches the model."""
         word = storable(line if line.startswith("/") else "/" + line)
         action = commands.parse(word)
-        await self._obey(commands.Unknown(word[1:]) if isinstance(action, commands.Text) else action)
+        await self.obey(commands.Unknown(word[1:]) if isinstance(action, commands.Text) else action)
 
     async def stop(self) -> None:
         """Take back the newest queued message into the prompt; with none queued, stop the reply and keep its text."""
-        if self._queue:
-            entry = self._queue.pop()
-            self.emit(FillPrompt(entry.line, entry.replaces))
+        if self.queued:
+            self._outbox.return_newest()
         elif self._reply:
             await self._engine.send(wire.Stop(self._reply.id))
 
@@ -177,6 +167,17 @@ class Controller:
             except Exception as fault:
                 context = {"message": f"a listener failed on {type(event).__name__}", "exception": fault}
                 asyncio.get_running_loop().call_exception_handler(context)
+
+    async def obey(self, action: commands.Invocation | commands.Unknown) -> None:
+        """Obey a command; what goes wrong is reported."""
+        try:
+            await commands.obey(action, self)
+        except ChatError as fault:
+            self.report(fault)
+
+    def report(self, fault: ChatError) -> None:
+        """Tell the user what went wrong."""
+        self.emit(Notice(str(fault), "error", fault.status))
 
     def require_writable(self) -> None:
         """SessionError when nothing can be added to the session."""
@@ -209,13 +210,10 @@ class Controller:
 
     async def change_settings(self, settings: Settings) -> None:
         """Let `settings` hold; a change of what is loaded loads anew. UsageError if a reply is on its way then."""
-        if self._reply and self._load_request(settings) != self._wanted:
+        if self._reply and load_request(settings) != self._loads.wanted:
             raise UsageError("a reply is on its way", "stop it first")
-        changed = [row.name for row in OPTIONS if settings[row.name] != self.settings[row.name]]
-        self.settings = settings
-        for name in changed:
-            self.emit(SettingChanged(name))
-        if self._pump and self._load_request(self.settings) != self._wanted:
+        self._take_settings(settings)
+        if self._pump and load_request(self.settings) != self._loads.wanted:
             await self.load_model()
 
     async def change_session(self, session: Session) -> None:
@@ -239,10 +237,10 @@ class Controller:
 
     async def enqueue(self, line: str, replaces: str | None = None) -> None:
         """Send `line` when the model is free, which may be now; load the model if it is down."""
-        self._queue.append(Queued(line, replaces))
+        self._outbox.add(line, replaces)
         if self.phase == "down":
             await self.load_model()
-        await self._send_queued()
+        await self._outbox.send()
 
     def move_head(self, head: str | None) -> None:
         """Show the path that ends in `head`."""
@@ -252,51 +250,18 @@ class Controller:
 
     async def load_model(self) -> None:
         """Load what the settings say, in place of what is loaded."""
-        self._wanted = self._load_request(self.settings)
-        self._loads += 1
+        request = self._loads.begin(self.settings)
         self.phase = "loading"
         self.emit(LoadProgress("starting", 0, 0, ""))
-        await self._engine.send(self._wanted)
+        await self._engine.send(request)
 
     # Inside
 
-    @staticmethod
-    def _load_request(values: Settings) -> wire.Load:
-        return wire.Load(values["model"], values["device"], values["dtype"], values["context"])
-
-    async def _send_queued(self) -> None:
-        """Send what is queued as long as the model is free."""
-        while self._queue and self.phase == "ready" and not self._reply:
-            entry = self._queue.popleft()
-            action = commands.parse(entry.line)
-            if not isinstance(action, commands.Text):
-                await self._obey(action)
-                continue
-            try:
-                await self._send(action.text, entry.replaces)
-            except SessionError as fault:
-                self.emit(FillPrompt(entry.line, entry.replaces))
-                self._report(fault)
-
-    async def _send(self, text: str, replaces: str | None) -> None:
-        """Save a message and, if it is the user's, ask for the reply; an edited reply is only saved.
-
-        SessionError when the session is read-only.
-        """
-        self.require_writable()
-        replaced = self.session.tree.messages.get(replaces or "")
-        parent, role = (replaced.parent, replaced.role) if replaced else (self.session.tree.head, "user")
-        message = Message(new_id(), parent, role, text, now())
-        self.session.record_settings(chosen_values(self.settings))
-        self.add_message(message)
-        if role == "user":
-            await self.reply_to(message.id)
-
-    async def _obey(self, action: commands.Invocation | commands.Unknown) -> None:
-        try:
-            await commands.obey(action, self)
-        except ChatError as fault:
-            self._report(fault)
+    def _take_settings(self, settings: Settings) -> None:
+        before, self.settings = self.settings, settings
+        for row in OPTIONS:
+            if settings[row.name] != before[row.name]:
+                self.emit(SettingChanged(row.name))
 
     async def _read_events(self) -> None:
         async for event in self._engine.events():
@@ -311,26 +276,29 @@ class Controller:
             case wire.Loading(stage, done, total, unit):
                 self.emit(LoadProgress(stage, done, total, unit))
             case wire.Ready():
-                self._take_model(event)
+                self._take_ready(event)
             case wire.Died(detail):
                 self._end_reply("crash")
                 self._go_down(error_for(1, f"the engine died: {detail}", "the next message starts it again"))
-                self._loads = 0
+                self._loads.forget()
             case wire.Failed(id="", message=message, remedy=remedy, status=status):
-                self._loads = max(0, self._loads - 1)
-                if not self._loads:
+                if self._loads.fail():
                     self._go_down(error_for(status, message, remedy))
             case _ if self._reply and event.id == self._reply.id:
                 self._handle_reply(event, self._reply)
-        await self._send_queued()
+        await self._outbox.send()
 
-    def _take_model(self, event: wire.Ready) -> None:
-        self._loads = max(0, self._loads - 1)
-        if self._loads:  # another load was asked for meanwhile
+    def _take_ready(self, event: wire.Ready) -> None:
+        news = self._loads.take(event)
+        if news == "outdated":
             return
         self.model, self.phase = event.model, "ready"
         self.settings = with_model(self.settings, event.model)
+        if news == "kept" and self._loads.held:
+            self._take_settings(put_back(self.settings, self._loads.held))
         self.emit(ModelReady(event.model, event.seconds))
+        if news == "kept":
+            self.emit(Notice(f"that could not be loaded: {event.model.name} still answers", "warning"))
 
     def _handle_reply(self, event: wire.Event, reply: Reply) -> None:
         match event:
@@ -349,7 +317,9 @@ class Controller:
             case wire.Failed(_, message, remedy, status):
                 self.phase = "ready"
                 self._end_reply("error")
-                self._report(error_for(status, message, remedy))
+                if status == ContextError.status and reply.adds_nothing:
+                    self._outbox.return_question(reply.parent)
+                self.report(error_for(status, message, remedy))
 
     def _go_down(self, fault: ChatError) -> None:
         self.model, self.phase = None, "down"
@@ -392,6 +362,3 @@ class Controller:
             self.emit(Notice(f"cannot save: {self._fault}; the chat goes on in memory until that works", "warning"))
         else:
             self.emit(Notice("saving works again; everything is on disk"))
-
-    def _report(self, fault: ChatError) -> None:
-        self.emit(Notice(str(fault), "error", fault.status))

@@ -51,17 +51,20 @@ def model_page(controller: "Controller") -> str:
 
 
 def stats_page(path: Sequence[Message]) -> str:
-    """Counts and speeds of every reply of the path."""
+    """Counts and speeds of every reply of the path. A model that wrote all of them is named once, above."""
+    replies = [(number, message, message.stats) for number, message in enumerate(path, 1) if message.stats]
+    if not replies:
+        return "No reply yet."
+    head = ["reply", "prompt", "of it cached", "tokens", "first after", "tokens/s", "ended by", "seed"]
     rows = []
-    for number, message in enumerate(path, 1):
-        if message.stats is None:
-            continue
-        s = message.stats
+    for number, message, s in replies:
         counts = (f"{s.prompt_tokens:,}", f"{s.cached_tokens:,}", f"{s.reply_tokens:,}")
         speeds = (f"{s.first_token_s:.2f} s", f"{s.tokens_per_second:.1f}")
-        rows.append((f"#{number}", *counts, *speeds, message.stop or "", str(s.seed), _cell(message.model)))
-    head = ("reply", "prompt", "of it cached", "tokens", "first after", "tokens/s", "ended by", "seed", "model")
-    return _table(head, rows) if rows else "No reply yet."
+        rows.append([f"#{number}", *counts, *speeds, message.stop or "", str(s.seed)])
+    models = [_cell(message.model) for _, message, _ in replies]
+    if len(set(models)) == 1:
+        return f"Model: {models[0] or 'unknown'}\n\n{_table(head, rows)}"
+    return _table([*head, "model"], [[*row, model] for row, model in zip(rows, models, strict=True)])
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

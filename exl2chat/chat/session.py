@@ -17,7 +17,7 @@ from exl2chat.chat.records import Draft, Header, Log, Record, Set, Title, load
 from exl2chat.chat.store import SessionFile
 from exl2chat.chat.tree import Head, Tree
 from exl2chat.errors import ChatError, SessionError
-from exl2chat.paths import Paths, fsync_folder, private_folder
+from exl2chat.paths import TRASH, Paths, fsync_folder, private_folder
 from exl2chat.settings import Value
 
 TITLE_LENGTH = 60
@@ -159,11 +159,11 @@ class Session:
         return copy
 
     def discard(self) -> Path | None:
-        """Move the file to the folder `.trash` beside it and close; where it went. ChatError when it cannot be."""
+        """Move the file to the folder TRASH beside it and close; where it went. ChatError when it cannot be."""
         if self._file is None or not self._file.path.exists():
             self._file = None
             return None
-        source, trash = self._file.path, private_folder(self._file.path.parent / ".trash")
+        source, trash = self._file.path, private_folder(self._file.path.parent / TRASH)
         try:
             source.rename(trash / source.name)
             fsync_folder(source.parent)

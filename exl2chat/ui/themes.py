@@ -86,7 +86,8 @@ def load_theme(name: str, files: Mapping[str, Path]) -> ChatTheme:
     try:
         return build(name, msgspec.convert(table, ThemeFile))
     except (msgspec.ValidationError, StyleSyntaxError) as fault:
-        raise UsageError(f"{file}: {fault}", "see themes/exl2-dark.toml for the form of a theme") from None
+        remedy = 'a colour is written "#rrggbb"; after `extends = "exl2-dark"` a theme says only what differs'
+        raise UsageError(f"{file}: {fault}", remedy) from None
 
 
 def _read(name: str, files: Mapping[str, Path], seen: tuple[str, ...]) -> dict[str, Any]:

@@ -11,13 +11,16 @@ from exl2chat.chat.events import (
     ChooseSession,
     ChooseTheme,
     FillPrompt,
+    Message,
     Notice,
     QuitRequested,
     SessionChanged,
     SettingChanged,
     ShowPage,
 )
+from exl2chat.chat.pages import stats_page
 from exl2chat.chat.session import Session, list_sessions
+from exl2chat.link.protocol import Stats
 from exl2chat.link.scripted import Fail, Read, Say, Script
 from exl2chat.paths import Paths
 from exl2chat.settings import OPTIONS, Settings
@@ -75,8 +78,14 @@ async def test_stats_has_a_row_per_reply(start: Start) -> None:
     assert chat.last(ShowPage).markdown == "No reply yet."
     await chat.say("x", "y", "/stats")
     rows = chat.last(ShowPage).markdown.split("\n")
-    assert len(rows) == 4
-    assert rows[2].startswith("| #2 | 1,234 | 200 | 3 | 0.25 s | 50.0 | eos |")
+    assert len(rows) == 6
+    assert rows[0] == "Model: scripted"
+    assert rows[4].startswith("| #2 | 1,234 | 200 | 3 | 0.25 s | 50.0 | eos |")
+
+
+def test_stats_name_the_model_of_each_reply_where_they_differ() -> None:
+    replies = [Message(name, None, "assistant", "", "", stats=Stats(), model=name) for name in ("one", "two")]
+    assert [row.split(" | ")[-1] for row in stats_page(replies).split("\n")] == ["model |", "--- |", "one |", "two |"]
 
 
 async def test_model_shows_what_is_loaded(start: Start) -> None:

@@ -20,15 +20,17 @@ from exl2chat.chat.events import (
     ReplyStarted,
     ReplyText,
     SessionChanged,
+    SettingChanged,
 )
 from exl2chat.chat.reply import Reply
 from exl2chat.chat.session import Session
 from exl2chat.link import scripted
-from exl2chat.link.protocol import Stop, Turn
-from exl2chat.link.scripted import Die, Fail, Finish, Hold, Progress, Read, Say, Script
+from exl2chat.link.protocol import Died, Event, Failed, Load, Ready, Stop, Turn
+from exl2chat.link.scripted import Die, Fail, Finish, Hold, Progress, Read, Say, Script, ScriptedEngine
 from exl2chat.paths import Paths
 from exl2chat.settings import Settings
 
+from . import conftest
 from .conftest import HELD, Start, replies
 
 
@@ -259,13 +261,89 @@ async def test_a_model_that_cannot_be_loaded(start: Start) -> None:
 
 @pytest.mark.parametrize("said", [(), (Say("half"),)])
 async def test_a_reply_that_fails(start: Start, said: tuple[Say, ...]) -> None:
-    chat = await (await start(Script(replies=((*said, Fail("too long", "/undo", status=4)), (Say("fine"),))))).ready()
+    chat = await (await start(Script(replies=((*said, Fail("a defect", "see the log")), (Say("fine"),))))).ready()
     await chat.say("hi")
     notice = chat.last(Notice)
-    assert (notice.text, notice.level, notice.status) == ("too long (/undo)", "error", 4)
+    assert (notice.text, notice.level, notice.status) == ("a defect (see the log)", "error", 1)
     assert chat.texts == ["hi", *(["half"] if said else [])]
     await chat.say("/retry")
     assert chat.texts == ["hi", "fine"]
+
+
+TOO_LONG = (Fail("9 tokens too many", "shorten it", status=4),)
+
+
+async def test_a_message_that_does_not_fit_comes_back_into_the_prompt(start: Start) -> None:
+    chat = await (await start(Script(replies=((Say("a"),), TOO_LONG, TOO_LONG, (Say("b"),))))).ready()
+    await chat.say("hi", " /long message")
+    assert (chat.last(FillPrompt), chat.texts) == (FillPrompt(" /long message"), ["hi", "a"])
+    assert chat.last(Notice).status == 4
+    await chat.say("still too long")
+    assert (chat.last(FillPrompt), chat.texts) == (FillPrompt("still too long"), ["hi", "a"])
+    await chat.say("short")
+    assert chat.texts == ["hi", "a", "short", "b"]
+    assert [turn.text for turn in chat.generated[-1].turns] == ["hi", "a", "short"]
+
+
+async def test_an_edit_that_does_not_fit_leaves_what_it_was_to_replace(start: Start) -> None:
+    chat = await (await start(Script(replies=((Say("a"),), TOO_LONG, (Say("b"),))))).ready()
+    await chat.say("hi", "/edit")
+    edited = chat.last(FillPrompt).replaces
+    await chat.controller.submit("far too long", edited)
+    await chat.ready()
+    assert (chat.last(FillPrompt), chat.texts) == (FillPrompt("far too long", edited), ["hi", "a"])
+
+
+async def test_a_retry_that_does_not_fit_leaves_the_message_and_its_reply(start: Start) -> None:
+    chat = await (await start(Script(replies=((Say("a"),), TOO_LONG)))).ready()
+    await chat.say("hi", "/retry")
+    assert (chat.of(FillPrompt), chat.texts) == ([], ["hi", "a"])
+
+
+class KeepingEngine(ScriptedEngine):
+    """Fails to load `org/broken`, and keeps the model it has."""
+
+    kept: Ready | None = None
+
+    async def _load(self, request: Load) -> Event:
+        event = await super()._load(request)
+        if request.model != "org/broken":
+            self.kept = msgspec.structs.replace(event, seconds=1.5) if isinstance(event, Ready) else None
+            return self.kept or event
+        self._emit(Failed("", "no such model", "name another", status=3))
+        return msgspec.structs.replace(self.kept, seconds=0.0) if self.kept else Died("nothing is loaded")
+
+
+async def test_a_load_that_fails_early_leaves_the_model_that_answers(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conftest, "ScriptedEngine", KeepingEngine)
+    chat = await (await start(replies("a"))).ready()
+    await chat.say("/set context 512", "/set temperature 0.5")
+    held, before = chat.controller.model, chat.controller.settings
+    await chat.controller.submit("/model org/broken")
+    await chat.controller.submit("hi")
+    await chat.until(lambda: bool(chat.of(ReplyFinished)))
+    assert (chat.controller.model, chat.texts, chat.controller.phase) == (held, ["hi", "a"], "ready")
+    assert chat.controller.settings.layers["/set"] == before.layers["/set"]
+    assert [event.name for event in chat.of(SettingChanged)][-2:] == ["model", "model"]
+    assert (chat.last(ModelDown).message, chat.last(ModelReady).model) == ("no such model", held)
+    assert "scripted still answers" in chat.last(Notice).text
+    await chat.say("/set dtype float32")
+    assert [(load.model, load.dtype) for load in chat.loads[-2:]] == [("org/broken", "auto"), ("smollm2", "float32")]
+
+
+async def test_a_load_that_fails_early_does_not_end_the_one_after_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conftest, "ScriptedEngine", KeepingEngine)
+    chat = await (await start(replies("a"))).ready()
+    await chat.controller.submit("/model org/broken")
+    await chat.controller.submit("/set context 512")
+    await chat.controller.submit("/model org/other")
+    await chat.say("hi")
+    assert (chat.of(ModelDown), len(chat.of(ModelReady)), chat.texts) == ([], 2, ["hi", "a"])
+    assert (chat.controller.settings["model"], chat.controller.settings["context"]) == ("org/other", 512)
 
 
 async def test_settings_that_concern_the_load_load_anew(start: Start) -> None:

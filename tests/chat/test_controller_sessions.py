@@ -105,6 +105,17 @@ async def test_a_session_that_is_not_saved_is_not_left_for_another(
     assert [message.text for message in Session.open(session.file, paths).path] == ["hi", "a", "more", "b"]
 
 
+async def test_leaving_keeps_the_messages_that_wait(start: Start, paths: Paths) -> None:
+    session = Session.create(paths)
+    session.add(Message("u1", None, "user", "zero"))
+    chat = await start(Script(load=(Hold(),)), session)
+    for line in ("one", "/retry", " /two"):
+        await chat.controller.submit(line)
+    assert chat.controller.queued == ("one", "/retry", " /two")
+    await chat.controller.close()
+    assert [message.text for message in Session.open("last", paths).path] == ["zero", "one", "/two"]
+
+
 async def test_leaving_in_the_middle_keeps_the_text(paths: Paths) -> None:
     session = Session.create(paths)
     engine = ScriptedEngine(HELD)
@@ -114,7 +125,9 @@ async def test_leaving_in_the_middle_keeps_the_text(paths: Paths) -> None:
     await controller.start()
     await controller.submit("hi")
     await streamed.wait()
+    await controller.submit("more")
     await controller.close()
-    reply = Session.open("last", paths).path[-1]
+    _, reply, queued = Session.open("last", paths).path
+    assert (queued.text, queued.parent) == ("more", reply.id)
     assert reply.stop == "stopped"
     assert reply.text.startswith("one")

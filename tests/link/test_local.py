@@ -135,16 +135,17 @@ async def test_a_worker_that_cannot_be_started_is_reported(engine, monkeypatch):
     assert "cannot be started" in (await first(engine, wire.Died)).detail
 
 
-async def test_what_a_dying_worker_logged_is_told_in_one_safe_line(engine, tmp_path, monkeypatch):
+async def test_of_the_log_only_the_dead_workers_own_last_line_is_told_and_safely(engine, tmp_path, monkeypatch):
     impostor = tmp_path / "python"
-    impostor.write_text("#!/bin/sh\nprintf 'bad \\033[2J news\\nlast words\\n' >&2\nexit 7\n")
+    lines = r"1 2 $$ ERROR first words\n1 2 $$ ERROR last \033[2J words\n1 2 99999999 ERROR of another\nof nobody\n"
+    impostor.write_text(f'#!/bin/sh\nprintf "{lines}" >&2\nexit 7\n')
     impostor.chmod(0o700)
     monkeypatch.setattr("exl2chat.link.local.sys.executable", str(impostor))
     await engine.send(ASK)
     detail = (await first(engine, wire.Died)).detail
-    assert "status 7" in detail
-    assert "last words" in detail
-    assert "\n" not in detail
+    assert detail.startswith("the engine left with status 7; its last words: ERROR last ")
+    assert detail.endswith(f" words (more in {Paths.default(tmp_path).log})")
+    assert "another" not in detail
     assert "\x1b" not in detail
 
 

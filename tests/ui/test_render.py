@@ -142,18 +142,24 @@ def test_rows_fit_whatever_comes(renderer: Renderer, text: str, width: int) -> N
         assert "\n" not in row.strip.text
 
 
-@given(st.lists(st.integers(0, 60), min_size=1, max_size=8), st.integers(4, 100))
-def test_columns_fit(wanted: list[int], width: int) -> None:
-    widths = fit(wanted, width)
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), min_size=1, max_size=8), st.integers(4, 100))
+def test_columns_fit(columns: list[tuple[int, int]], width: int) -> None:
+    wanted, words = [max(pair) for pair in columns], [min(pair) for pair in columns]
+    widths = fit(wanted, words, width)
     room = max(len(wanted), width - 2 * (len(wanted) - 1))
-    assert sum(widths) <= max(room, sum(max(1, w) for w in wanted))
     assert sum(widths) <= room or all(w == 1 for w in widths)
     assert all(1 <= got <= max(1, want) for got, want in zip(widths, wanted, strict=True))
+    if sum(max(1, word) for word in words) <= room:
+        assert all(got >= word for got, word in zip(widths, words, strict=True))
 
 
 def test_columns_that_fit_are_left_alone() -> None:
-    assert fit([3, 5, 8], 80) == (3, 5, 8)
+    assert fit([3, 5, 8], [1, 1, 1], 80) == (3, 5, 8)
 
 
 def test_the_widest_column_gives_way() -> None:
-    assert fit([3, 50, 5], 32) == (3, 20, 5)
+    assert fit([3, 50, 5], [1, 1, 1], 32) == (3, 20, 5)
+
+
+def test_a_long_name_stays_whole_while_a_heading_can_be_wrapped() -> None:
+    assert fit([12, 17, 11], [6, 17, 5], 36) == (7, 17, 7)
