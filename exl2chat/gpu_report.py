@@ -21,6 +21,7 @@ TESTS = PACKAGE.parent / "tests" / "gpu"
 # Everything that runs only on a GPU, beside the kernels.
 SOURCES = (
     "engine/decode_graphs.py",
+    "engine/step_benchmark.py",
     "engine/tiling.py",
     "ops/attention.py",
     "ops/cuda.py",
@@ -46,6 +47,7 @@ def write_report(file: Path) -> None:
     import cupy
     import torch
 
+    from exl2chat.engine.step_benchmark import measure_steps
     from exl2chat.ops.kernel_benchmark import measure_crossover, measure_products, measure_read
 
     if not torch.cuda.is_available() or not TESTS.is_dir():
@@ -55,7 +57,7 @@ def write_report(file: Path) -> None:
     tests = run_tests()
     device = torch.device("cuda")
     bandwidth = measure_read(device)
-    rows = [*measure_products(device, bandwidth), *measure_crossover(device)]
+    rows = [*measure_products(device, bandwidth), *measure_crossover(device), *measure_steps(device, bandwidth)]
     report = {
         "source_hash": source_hash(),
         "date": time.strftime("%Y-%m-%d"),

@@ -37,7 +37,7 @@ ALLOWED = {
     "plain": ("chat",),
     "pull": ("model",),
     "bench": ("engine", "ops", "model", "link.threads", "gpu_report"),
-    "gpu_report": ("ops",),
+    "gpu_report": ("engine", "ops"),
     "sessions": ("chat",),
     "locations": (),
 }  # fmt: skip
