@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from exl2chat.engine.cache import KVCache
-from exl2chat.engine.transformer import PREFILL_CHUNK, Transformer
+from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.ops.packed import Weight
 from exl2chat.progress import Progress
 
@@ -63,7 +63,7 @@ def measure_decoding(model: Transformer, context: int, progress: Progress) -> De
 
 def _fill(model: Transformer, tokens: Tensor, cache: KVCache) -> None:
     cache.truncate(0)
-    for chunk in torch.split(tokens, PREFILL_CHUNK):
+    for chunk in torch.split(tokens, prefill_chunk(model.device)):
         model.forward(chunk, cache, last_only=True)
 
 

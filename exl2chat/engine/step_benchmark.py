@@ -8,7 +8,7 @@ from statistics import median
 import torch
 
 from exl2chat.engine.cache import KVCache
-from exl2chat.engine.transformer import PREFILL_CHUNK, Transformer
+from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.engine.weights import LayerWeights, Weights
 from exl2chat.model.arch import find_arch
 from exl2chat.model.config import ModelConfig
@@ -90,7 +90,8 @@ def _step(model: Transformer, cache: KVCache, tokens: list[int], context: int) -
 
 def _read_prompt(model: Transformer, cache: KVCache) -> None:
     cache.truncate(0)
-    for chunk in torch.split(torch.ones(PROMPT, dtype=torch.int64, device=model.device), PREFILL_CHUNK):
+    tokens = torch.ones(PROMPT, dtype=torch.int64, device=model.device)
+    for chunk in torch.split(tokens, prefill_chunk(model.device)):
         model.forward(chunk, cache, last_only=True)
 
 

@@ -16,6 +16,12 @@ from exl2chat.ops import Heads, Ops, select
 from exl2chat.progress import Progress
 
 PREFILL_CHUNK = 512
+GPU_PREFILL_CHUNK = 2048
+
+
+def prefill_chunk(device: torch.device) -> int:
+    """How many tokens of a prompt to read at a time. More on a GPU, which decodes every weight once per chunk."""
+    return GPU_PREFILL_CHUNK if device.type == "cuda" else PREFILL_CHUNK
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,7 @@ class Transformer:
         """Logits float32 [T, V] of `tokens` (int64 [T], T > 0) that follow those in `cache`, which then holds them too;
         with `last_only` [1, V], of the last. ContextError where they do not fit: the cache is then as it was.
 
-        Give long inputs in chunks of PREFILL_CHUNK: memory grows with T * context.
+        Give long inputs in chunks of `prefill_chunk`: memory grows with T * context.
         """
         count = tokens.shape[0]
         cache.reserve(count)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from exl2chat.engine.cache import KVCache
 from exl2chat.engine.sampler import Sampler
 from exl2chat.engine.stopping import StopConditions, StopReason, StopStrings
-from exl2chat.engine.transformer import PREFILL_CHUNK, Transformer
+from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.errors import ChatError, ContextError, UsageError
 from exl2chat.model.detokenizer import Detokenizer
 from exl2chat.model.tokenizer import Tokenizer
@@ -196,9 +196,10 @@ class StreamingGenerator:
 
     def _prefill(self, abort: Abort, cached: int, on_prefill: OnPrefill | None) -> None:
         last = len(self.tokens) - 1
+        chunk = prefill_chunk(self._model.device)
         while self._cache.length < last and not abort():
             start = self._cache.length
-            self._forward(self.tokens[start : min(start + PREFILL_CHUNK, last)])
+            self._forward(self.tokens[start : min(start + chunk, last)])
             if on_prefill is not None:
                 on_prefill(self._cache.length, len(self.tokens), cached)
 
