@@ -13,7 +13,8 @@ READ_BYTES = 4096
 
 
 class ChatDriver(LinuxDriver):
-    """Reads on where Textual's driver would end the app, at a byte that is not UTF-8, and keeps every paste whole."""
+    """Reads on where Textual's driver would end the app, at a byte that is not UTF-8, keeps every paste whole, and does
+    not wait for a terminal that is gone."""
 
     def run_input_thread(self) -> None:
         """Turn input into messages until the driver is told to stop or the terminal is gone."""
@@ -29,6 +30,11 @@ class ChatDriver(LinuxDriver):
                         self.process_message(message)
             for message in parser.tick():
                 self.process_message(message)
+
+    def write(self, data: str) -> None:
+        """Show `data`, unless the thread that writes has died with the terminal: its queue would fill up and block."""
+        if self._writer_thread is not None and self._writer_thread.is_alive():
+            super().write(data)
 
 
 class PasteGuard:
