@@ -36,7 +36,7 @@ class FakeModel:
 
     def __init__(self, reply: Callable[[list[int]], int] | None = None) -> None:
         self.device = torch.device("cpu")
-        self.config = SimpleNamespace(vocab_size=VOCABULARY)
+        self.config = SimpleNamespace(vocab_size=VOCABULARY, context=100)
         self.calls: list[int] = []
         self._reply = reply
 

@@ -306,6 +306,14 @@ def test_a_prompt_too_long_says_by_how_much(length: int, over: int) -> None:
     assert reply(subject, [1] * 9, 1) == reply(generator(), [1] * 9, 1)
 
 
+@pytest.mark.parametrize(("capacity", "offered"), [(10, True), (100, False)])
+def test_a_larger_context_is_proposed_only_where_the_model_has_one(capacity: int, offered: bool) -> None:
+    with pytest.raises(ContextError) as caught:
+        generator(capacity=capacity).begin_stream_ex([1] * (capacity + 1), GREEDY)
+    assert ("--ctx" in caught.value.remedy) is offered
+
+
+
 def test_after_the_end_the_reason_is_repeated() -> None:
     subject = generator(saying("", 1))
     subject.begin_stream_ex([1], GREEDY)

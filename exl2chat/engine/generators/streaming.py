@@ -174,9 +174,10 @@ class StreamingGenerator:
         if min(ids) < 0 or max(ids) >= self._vocabulary:
             raise UsageError("the prompt has token ids that are no tokens", f"ids are 0 to {self._vocabulary - 1}")
         if (over := len(ids) + 1 - self._cache.capacity) > 0:
+            larger = self._cache.capacity < self._model.config.context
             raise ContextError(
                 f"the prompt has {len(ids)} tokens, {over} too many for a context of {self._cache.capacity}",
-                "shorten it, start a new conversation, or load the model with a larger --ctx",
+                f"shorten it, start a new conversation{', or load the model with a larger --ctx' * larger}",
             )
         return ids
 
