@@ -313,7 +313,6 @@ def test_a_larger_context_is_proposed_only_where_the_model_has_one(capacity: int
     assert ("--ctx" in caught.value.remedy) is offered
 
 
-
 def test_after_the_end_the_reason_is_repeated() -> None:
     subject = generator(saying("", 1))
     subject.begin_stream_ex([1], GREEDY)
