@@ -4,6 +4,7 @@ CI has no GPU; a test compares the committed report with the sources (`exl2chat 
 """
 
 import hashlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -44,16 +45,17 @@ def source_hash() -> str:
 
 def write_report(file: Path) -> None:
     """Run the GPU's tests and benchmarks and write what came out. ModelError where there is no GPU or no checkout."""
-    import cupy
     import torch
+
+    if not torch.cuda.is_available() or not TESTS.is_dir() or importlib.util.find_spec("cupy") is None:
+        raise ModelError(
+            "a GPU report needs an NVIDIA GPU, CuPy and a checkout with tests", "run it in a clone of the project"
+        )
+    import cupy
 
     from exl2chat.engine.step_benchmark import measure_steps
     from exl2chat.ops.kernel_benchmark import measure_crossover, measure_products, measure_read
 
-    if not torch.cuda.is_available() or not TESTS.is_dir():
-        raise ModelError(
-            "a GPU report needs an NVIDIA GPU and a checkout with tests", "run it in a clone of the project"
-        )
     tests = run_tests()
     device = torch.device("cuda")
     bandwidth = measure_read(device)

@@ -83,8 +83,10 @@ async def answer(prompt: str, controller: Controller, as_json: bool = False, sta
     except asyncio.CancelledError:
         return INTERRUPTED
     finally:
-        listener.close()
-        await controller.close()
+        try:
+            await controller.close()
+        finally:
+            listener.close()  # which fails where the reader of the output went away
     if as_json:
         print(json.dumps(_as_object(message), ensure_ascii=sys.stdout.isatty()))
     if stats or sys.stderr.isatty():

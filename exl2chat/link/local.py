@@ -58,7 +58,8 @@ class LocalEngine:
             yield event
 
     async def close(self) -> None:
-        worker, self._worker = self._worker, None
+        async with self._starting:
+            worker, self._worker = self._worker, None
         if worker:
             await _end(worker)
         if self._watcher:
@@ -106,16 +107,19 @@ class LocalEngine:
 
 
 async def _end(worker: Process) -> None:
-    """End the worker: by closing its input, else SIGTERM, else SIGKILL; within two seconds."""
+    """End the worker, by closing its input, else SIGTERM, else SIGKILL, within two seconds; then what it had started,
+    such as a pip that is downloading: the worker leads a session of its own."""
     if worker.stdin:
         worker.stdin.close()
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(worker.wait(), CLOSE_SECONDS / 2)
-            return
+            break
         with contextlib.suppress(ProcessLookupError):
             worker.send_signal(signal_number)
     await worker.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(worker.pid, signal.SIGKILL)
 
 
 def _open_log(paths: Paths) -> int | None:
@@ -150,5 +154,6 @@ def _cause_of_death(status: int) -> str:
     if status == -signal.SIGKILL:
         return "the engine was killed by SIGKILL, which is often the system being out of memory"
     if status < 0:
-        return f"the engine was killed by {signal.Signals(-status).name}"
+        name = next((known.name for known in signal.Signals if known == -status), f"signal {-status}")
+        return f"the engine was killed by {name}"
     return f"the engine left with status {status}"

@@ -84,7 +84,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class Loading(Record, frozen=True):
-    """Progress of a load. `unit` is "bytes", "tensors" or ""; total 0 means unknown."""
+    """Progress of a load. `unit` is "B" for bytes, a plural such as "layers", or ""; total 0 means unknown."""
 
     stage: str
     done: int = 0

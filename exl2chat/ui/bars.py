@@ -149,7 +149,7 @@ def load_words(progress: LoadProgress, seconds: float) -> str:
     if not progress.total:
         return f"{'◐◓◑◒'[int(seconds * 4) % 4]} {stage} · {waited}"
     share = min(1.0, progress.done / progress.total)
-    if progress.unit == "bytes":
+    if progress.unit == "B":
         counts = f"{size(progress.done)} of {size(progress.total)}"
     else:
         counts = f"{progress.done} of {progress.total} {scrub_line(progress.unit)}".rstrip()

@@ -124,12 +124,12 @@ class Picker(ModalScreen[str | None]):
 
     @on(OptionList.OptionSelected)
     def _on_option_chosen(self, event: OptionList.OptionSelected) -> None:
-        self.dismiss(self._shown[event.option_index].id)
+        self.dismiss(event.option_id)
 
     @on(OptionList.OptionHighlighted)
     def _on_option_marked(self, event: OptionList.OptionHighlighted) -> None:
-        if self._preview:
-            self._preview(self._shown[event.option_index].id)
+        if self._preview and event.option_id:
+            self._preview(event.option_id)
 
     def action_step(self, rows: int) -> None:
         options = self._options
@@ -141,7 +141,8 @@ class Picker(ModalScreen[str | None]):
         self._shown = [c for c in self._choices if all(word in f"{c.label} {c.detail}".casefold() for word in words)]
         options = self._options
         options.clear_options()
-        options.add_options([Option(_line(choice)) for choice in self._shown] or [Option("no match", disabled=True)])
+        rows = [Option(_line(choice), id=choice.id) for choice in self._shown]
+        options.add_options(rows or [Option("no match", disabled=True)])
         if self._shown:
             at = [number for number, choice in enumerate(self._shown) if choice.id == self._marked]
             options.highlighted = at[0] if at else 0

@@ -115,7 +115,6 @@ class Prompt(TextArea):
         if text.strip():
             self._history.add(text)
             self.put("")
-            self._pastes.clear()
             self.post_message(self.Submitted(text))
 
     @property

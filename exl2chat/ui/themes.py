@@ -73,7 +73,8 @@ class ChatTheme:
 def theme_files(paths: Paths) -> Mapping[str, Path]:
     """Every theme there is, by name."""
     package = Path(__file__).parent.parent
-    folders = (package / "_themes", package.parent / "themes", paths.themes)
+    bundled = package / "_themes"
+    folders = (bundled if bundled.is_dir() else package.parent / "themes", paths.themes)
     return {file.stem: file for folder in folders for file in sorted(folder.glob("*.toml"))}
 
 

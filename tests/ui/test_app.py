@@ -35,7 +35,7 @@ async def test_a_reply_streams_in_and_is_kept(start) -> None:
 
 
 async def test_the_load_is_shown_and_typing_goes_on_meanwhile(start) -> None:
-    load = (Progress("downloading weights", 30 << 20, 120 << 20, "bytes"), Hold())
+    load = (Progress("downloading weights", 30 << 20, 120 << 20, "B"), Hold())
     async with start(Script(load=load, replies=HELLO.replies)) as screen:
         await screen.until(lambda: screen.shown("downloading weights"))
         assert screen.shown(" 25% · 30.0 MB of 120.0 MB")
@@ -271,6 +271,16 @@ async def test_the_theme_chooser_previews_and_restores(start) -> None:
         assert screen.app.transcript.document.renderer.look != light
         await screen.say("/theme nord")
         await screen.until(lambda: screen.app.theme == "nord")
+
+
+async def test_the_theme_chooser_keeps_up_with_quick_typing(start) -> None:
+    async with start() as screen:
+        await screen.press("f4")
+        await screen.until(lambda: isinstance(screen.app.screen, Picker))
+        await screen.press(*"ezq")
+        await screen.until(lambda: screen.shown("no match"))
+        await screen.press("escape")
+        await screen.until(lambda: screen.app.theme == "exl2-dark")
 
 
 async def test_a_broken_theme_leaves_the_old_one(start, paths) -> None:

@@ -13,7 +13,7 @@ from exl2chat.ui.entries import clock, speed
     [
         (LoadProgress("starting", 0, 0, ""), "◐ starting · 4 s"),
         (
-            LoadProgress("downloading", 1 << 20, 4 << 20, "bytes"),
+            LoadProgress("downloading", 1 << 20, 4 << 20, "B"),
             f"downloading {meter(0.25, 20)}  25% · 1.0 MB of 4.0 MB · 4 s",
         ),
         (LoadProgress("converting", 3, 3, "tensors"), f"converting {'━' * 20} 100% · 3 of 3 tensors · 4 s"),
