@@ -21,7 +21,7 @@ from exl2chat.errors import UsageError
 
 Origin = Literal["default", "model", "config.toml", "session", "environment", "flag", "/set"]
 Value = str | int | float | bool | None
-MAX_BIAS = 10_000.0
+MAX_BIAS = 1e30  # of a float32; logits are added to it
 LAYERS: tuple[Origin, ...] = ("default", "model", "config.toml", "session", "environment", "flag", "/set")
 
 

@@ -7,6 +7,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from exl2chat.engine.samplers.vocabulary import Vocabulary
 from exl2chat.errors import ModelError
 from exl2chat.exllamav2.config import ExLlamaV2Config
 from exl2chat.exllamav2.unsupported import refuse_set
@@ -63,6 +64,11 @@ class ExLlamaV2Tokenizer:
     def space_token_id(self) -> int | None:
         """The last token of a space."""
         return next(reversed(self.tokenizer.encode(" ")), None)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What the sampler asks about tokens."""
+        return Vocabulary(self.tokenizer)
 
     def get_vocab_size(self) -> int:
         """Number of tokens, added ones included."""

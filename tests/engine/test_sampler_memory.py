@@ -1,6 +1,7 @@
 """What a sampler remembers of its own conversation and of no other: DRY, mirostat; and when XTC strikes."""
 
 import math
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -15,8 +16,8 @@ from exl2chat.model.folder import open_folder
 from exl2chat.model.tokenizer import open_tokenizer
 from exl2chat.settings import Sampling
 from tests.engine.distributions import of_probabilities, softmax
-from tests.exllamav2.test_alias import MODEL
 
+MODEL = Path(__file__).parents[1] / "data" / "golden" / "llama-6.0bpw-exl2"
 NEUTRAL = Sampling(temperature=1.0, top_p=1.0, seed=0)
 TOKENS = st.lists(st.integers(0, 5), max_size=60)
 DRY = st.builds(
