@@ -132,14 +132,14 @@ class PageTable:
         start = sequence.length
         wanted = sequence.tokens[start : min(start + self.size, len(sequence.tokens) - 1)]
         found = [(_common(page.tokens, wanted), page) for page in self._following.get(before, ())]
-        count, source = max(found, key=lambda part: (part[0], self._ends_unheld(part)), default=(0, None))
+        count, source = max(found, key=lambda part: part[0], default=(0, None))
         if source is None or count == 0:
             return []
         others = len(self._unheld) - (source.holders == 0)
         if source.holders and not others:
-            return []
+            return []  # no page to copy to
         copies = []
-        if self._ends_unheld((count, source)) or not others:
+        if not others or (not source.holders and len(source.tokens) == count):
             page = source
             self._hold(page)
         else:
@@ -149,11 +149,6 @@ class PageTable:
         sequence.pages.append(page)
         sequence.length += count
         return copies
-
-    def _ends_unheld(self, part: tuple[int, Page]) -> bool:
-        """Whether a page can be written behind its first tokens without loss."""
-        count, page = part
-        return page.holders == 0 and len(page.tokens) == count
 
     def reserve(self, sequence: PagedSequence, count: int) -> list[PageCopy] | None:
         """Pages to write `count` tokens behind `length`. None, and nothing is changed, where too few are available."""
