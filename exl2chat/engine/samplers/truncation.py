@@ -7,11 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exl2chat.engine.samplers.candidates import Candidates
+from exl2chat.engine.samplers.reshaping import entropy
 
 LANES = 64
 BINS, BINS_PER_NAT = 1024, 32
-FAINT = 2.0**-30
-LOWEST = np.float32(-1e4)  # exp of it is 0, but 0 times it is 0, unlike 0 times minus infinity
+REACHES = np.array([4, 8, 16, np.inf], np.float32)
 
 
 def top_k(candidates: Candidates, k: int) -> Candidates:
@@ -85,21 +85,22 @@ def tfs(candidates: Candidates, z: float) -> Candidates:
     """Tail-free sampling (Bricken 2019): the tail begins where the curve of sorted probabilities has spent its bends.
 
     Of the absolute second differences of the falling probabilities, scaled to sum to 1, the first i sum to more than
-    `z`: the i likeliest tokens stay. Weights below 2^-30 of the best count as none, so that the sort stays short: their
-    second differences sum to less than 2^-29.
+    `z`: the i likeliest tokens stay. Only as many are sorted as decide that: the bends from some token on sum to at
+    most twice its probability.
     """
     logits = candidates.logits
     best = logits.max()
-    falling = np.sort(logits[logits >= best + np.float32(math.log(FAINT))])[::-1]
-    absent = min(2, len(logits) - len(falling))
-    weights = np.append(np.exp((falling - best).astype(np.float64)), np.zeros(absent))
-    bends = np.abs(np.diff(weights, 2))
-    total = bends.sum()
-    if total == 0:
-        return candidates
-    count = int(np.searchsorted(np.cumsum(bends), z * total, side="right")) + 1
-    count = min(count, len(falling))
-    return _likeliest(candidates, count, falling[count - 1])
+    for reach in REACHES:
+        falling = np.sort(logits[logits >= best - reach])[::-1]
+        weights = np.exp((falling - best).astype(np.float64))
+        spent = np.cumsum(np.abs(np.diff(weights, 2)))
+        if not len(spent):
+            continue
+        unseen = 2 * weights[-2] if len(falling) < len(logits) else 0.0
+        first, last = np.searchsorted(spent, z * (spent[-1] + np.array([0, unseen])), side="right")
+        if first == last < len(spent):
+            return _likeliest(candidates, int(first) + 1, falling[first])
+    return candidates
 
 
 def typical_p(candidates: Candidates, mass: float) -> Candidates:
@@ -112,8 +113,7 @@ def typical_p(candidates: Candidates, mass: float) -> Candidates:
     weights = np.exp(below)
     total = weights.sum(dtype=np.float64)
     target = max(mass * total, sys.float_info.min)
-    mean = np.dot(weights, np.maximum(below, LOWEST).astype(np.float64)) / total
-    distance = np.abs(below - mean)  # surprise is log(total) - below, its mean the entropy
+    distance = np.abs(math.log(total) - below.astype(np.float64) - entropy(below))
     bins = np.minimum(distance * BINS_PER_NAT, BINS - 1).astype(np.int64)
     reached = np.cumsum(np.bincount(bins, weights, BINS))
     crossing = min(int(np.searchsorted(reached, target)), BINS - 1)
@@ -121,4 +121,6 @@ def typical_p(candidates: Candidates, mass: float) -> Candidates:
     last = np.flatnonzero(bins == crossing)
     last = last[np.argsort(distance[last], kind="stable")]
     count = int(np.searchsorted(before + np.cumsum(weights[last], dtype=np.float64), target)) + 1
-    return candidates.keep(np.sort(np.append(np.flatnonzero(bins < crossing), last[:count])))
+    kept = bins < crossing
+    kept[last[:count]] = True
+    return candidates.keep(np.flatnonzero(kept))

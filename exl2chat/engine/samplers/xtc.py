@@ -22,4 +22,6 @@ def xtc(candidates: Candidates, threshold: float, protected: NDArray[np.int64]) 
     if len(top) < 2:
         return candidates
     least_likely = len(top) - 1 - int(np.argmin(logits[top][::-1]))
-    return candidates.keep(np.delete(np.arange(len(logits)), np.delete(top, least_likely)))
+    kept = np.ones(len(logits), bool)
+    kept[np.delete(top, least_likely)] = False
+    return candidates.keep(np.flatnonzero(kept))
