@@ -21,7 +21,7 @@ from exl2chat.errors import UsageError
 
 Origin = Literal["default", "model", "config.toml", "session", "environment", "flag", "/set"]
 Value = str | int | float | bool | None
-MAX_BIAS = 1e30  # of a float32; logits are added to it
+MAX_BIAS = 100.0  # a token so much less likely is never drawn
 LAYERS: tuple[Origin, ...] = ("default", "model", "config.toml", "session", "environment", "flag", "/set")
 
 
@@ -29,9 +29,9 @@ class Sampling(msgspec.Struct, frozen=True):
     """How the next token is drawn. Every default is neutral but those of temperature and top_p.
 
     What an option sets is explained by its row in `OPTIONS`; the engine's `STEPS` say in which order the steps run, but
-    those that `step_order` names come first. temperature 0 is greedy; with a max_temperature above 0 the temperature is
-    dynamic instead. Penalties look at the last `penalty_range` tokens (-1: all), full strength inside, fading linearly
-    over `penalty_decay` more. `seed` None draws one per reply.
+    those that `step_order` names come first. temperature 0 is greedy; with a max_temperature above 0 the temperature
+    is dynamic instead. Penalties look at the last `penalty_range` tokens (-1: all), full strength inside, fading
+    linearly over `penalty_decay` more. `seed` None draws one per reply.
 
     Only here: `mirostat_mu`, where mirostat's limit begins (None: at twice its target); `dry_max_length`, from which on
     DRY's penalty grows no more; `dry_breakers`, the ids no repeated passage contains (None: punctuation, brackets,
@@ -83,11 +83,6 @@ class Sampling(msgspec.Struct, frozen=True):
         for row in OPTIONS:
             if row.group == "sampling":
                 row.check(getattr(self, row.name), "sampling")
-        if 0 < self.max_temperature < self.min_temperature:
-            raise UsageError(
-                f"sampling: min_temperature {self.min_temperature} is above max_temperature {self.max_temperature}",
-                "swap them, or set max_temperature to 0 for a fixed temperature",
-            )
         if self.dry_max_length < 1:
             raise UsageError(f"sampling: dry_max_length is a whole number of at least 1, not {self.dry_max_length}")
         if self.mirostat_mu is not None and not math.isfinite(self.mirostat_mu):
@@ -97,7 +92,7 @@ class Sampling(msgspec.Struct, frozen=True):
                 raise UsageError(f"sampling: {name} holds token ids of at least 0, not {least}")
         for token, bias in self.logit_bias:
             if token < 0 or not abs(bias) <= MAX_BIAS:
-                wanted = f"ids of at least 0, each with a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"
+                wanted = f"ids of at least 0, each with a number from {-MAX_BIAS} to {MAX_BIAS}"
                 raise UsageError(f"sampling: logit_bias holds {wanted}, not {token}: {bias}", "or use banned_tokens")
 
 
@@ -237,7 +232,7 @@ OPTIONS: tuple[Option, ...] = (
     _rare("xtc_threshold", 0.1, "a top choice is at least this likely; the last one stays", high=1),
     _rare("dry_multiplier", 0.0, "DRY: penalty of a token that repeats a passage; 0 is off", high=100),
     _rare("dry_base", 1.75, "DRY: times this for every token the passage is longer", low=1, high=10),
-    _rare("dry_allowed_length", 2, "DRY: tokens that may repeat before", low=1),
+    _rare("dry_allowed_length", 2, "DRY: how many tokens a passage has at least", low=1),
     _rare("dry_range", 0, "DRY: how many recent tokens it looks at; 0 is all"),
     _rare("step_order", "", "sampling steps that come first, such as min_p,temperature", words=STEPS),
 )  # fmt: skip

@@ -112,7 +112,7 @@ class Sampler:
     def sample(self, logits: NDArray[np.float32], position: int) -> int:
         """The token at absolute `position` given its `logits` [V] float32, which are left as they are.
 
-        ChatError when the logits are not numbers, or the settings allow no token.
+        A token whose logit is minus infinity takes no part: it is as if the vocabulary lacked it. ChatError when the logits are not numbers, or the settings allow no token.
         """
         return draw(self.candidates(logits, position), self.seed, position)
 
@@ -124,6 +124,8 @@ class Sampler:
             raise ChatError("the model computed logits that are not numbers", "try --dtype float32")
         if self._settings.temperature <= COLDEST:
             return candidates.keep(np.array([best]))
+        if candidates.logits.min() == -np.inf:  # masked by the caller
+            candidates = candidates.keep(np.flatnonzero(candidates.logits > -np.inf))
         moment = Moment(self.seed, position, self._target.limit, self._protected)
         for step in self._steps:
             if step.name == "mirostat":

@@ -124,9 +124,20 @@ def test_a_selection_is_some_of_the_tokens_and_leaves_the_logits_alone(logits: n
     assert 1 <= len(kept.ids) == len(kept.logits) <= len(logits)
     assert set(kept.ids.tolist()) <= set(range(len(logits)))
     assert (np.diff(kept.ids) > 0).all()
-    assert not np.isnan(kept.logits).any()
-    assert np.isfinite(kept.logits.max())
+    assert np.isfinite(kept.logits).all()
     np.testing.assert_array_equal(logits, before)
+
+
+@given(LOGITS, SETTINGS, st.sets(st.integers(0, 300), max_size=50))
+def test_a_masked_token_is_as_good_as_none(logits: np.ndarray, settings: Sampling, places: set[int]) -> None:
+    settings = msgspec.structs.replace(settings, seed=0)
+    masked = logits
+    for place in sorted(places):
+        masked = np.insert(masked, min(place, len(masked)), -np.inf)
+    others = np.flatnonzero(masked > -np.inf)
+    kept, expected = select(masked, settings), select(logits, settings)
+    assert kept.ids.tolist() == others[expected.ids].tolist()
+    np.testing.assert_array_equal(kept.logits, expected.logits)
 
 
 @given(LOGITS, st.fixed_dictionaries({}, optional=KEEPING_THE_BEST))

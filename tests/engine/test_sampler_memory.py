@@ -51,7 +51,7 @@ def dry_oracle(tokens: list[int], breakers: set[int], settings: Sampling) -> dic
         if tokens[start] not in breakers:
             longest[tokens[start]] = max(longest.get(tokens[start], 0), length)
     return {
-        token: settings.dry_multiplier * settings.dry_base ** (length - settings.dry_allowed_length)
+        token: min(settings.dry_multiplier * settings.dry_base ** (length - settings.dry_allowed_length), 100)
         for token, length in longest.items()
         if length >= settings.dry_allowed_length
     }

@@ -46,14 +46,13 @@ def test_smoothing_does_the_same_every_time() -> None:
     np.testing.assert_array_equal(first.logits, second.logits)
 
 
-@given(LOGITS, st.floats(0, 2), st.floats(0, 3), st.floats(0.05, 5))
-def test_dynamic_temperature_follows_the_entropy(logits: np.ndarray, low: float, range_: float, power: float) -> None:
-    assume(low > 0.05)
+@given(LOGITS, st.floats(0.05, 3), st.floats(0.05, 3), st.floats(0.05, 5))
+def test_dynamic_temperature_follows_the_entropy(logits: np.ndarray, low: float, high: float, power: float) -> None:
     probabilities = softmax(logits)
     entropy = -sum(p * math.log(p) for p in probabilities.tolist())
     share = entropy / math.log(len(logits)) if len(logits) > 1 else 0.0
-    value = low + range_ * min(max(share, 0), 1) ** power
-    result = dynamic_temperature(candidates(logits), low, low + range_, power)
+    value = low + (high - low) * min(max(share, 0), 1) ** power
+    result = dynamic_temperature(candidates(logits), low, high, power)
     np.testing.assert_allclose(softmax(result.logits), softmax(logits.astype(np.float64) / value), rtol=2e-3, atol=1e-9)
 
 
@@ -165,11 +164,6 @@ def test_top_n_sigma_keeps_the_same_tokens_at_every_temperature(logits: np.ndarr
     assert hot.ids.tolist() == top_n_sigma(candidates(logits), n).ids.tolist()
 
 
-def test_tokens_that_are_masked_out_do_not_count_in_the_deviation() -> None:
-    logits = np.array([3, 1, -1, 2, -np.inf, -np.inf], np.float32)
-    assert top_n_sigma(candidates(logits), 1).ids.tolist() == top_n_sigma(candidates(logits[:4]), 1).ids.tolist()
-
-
 @given(LOGITS, st.floats(0.01, 0.999))
 def test_tail_free_sampling_keeps_tokens_until_the_curve_has_bent_enough(logits: np.ndarray, z: float) -> None:
     order = ranked(logits)
@@ -241,9 +235,11 @@ def test_xtc_drops_the_top_choices_in_whatever_order_the_vocabulary_has_them(ord
     assert left == pytest.approx({0.15: 0.75, 0.05: 0.25})
 
 
-def test_xtc_never_leaves_a_masked_token_alone() -> None:
-    logits = np.array([1, 2, -np.inf, 3], np.float32)
-    assert xtc(candidates(logits), 0.0, NOBODY).ids.tolist() == [0, 2]
+@given(LOGITS, st.floats(3, 9))
+def test_a_strong_skew_drops_what_underflows(logits: np.ndarray, value: float) -> None:
+    kept = skew(candidates(logits), value)
+    assert len(kept.ids) >= 1
+    assert np.isfinite(kept.logits).all()
 
 
 # Order where it must not matter

@@ -75,8 +75,8 @@ def test_penalties_keep_their_meaning() -> None:
         ({"dry_sequence_breakers": {7, 3}}, {"dry_breakers": (3, 7)}),
         ({"xtc_probability": 0.5, "xtc_threshold": 0.2, "xtc_ignore_tokens": frozenset({9, 1})},
          {"xtc_probability": 0.5, "xtc_threshold": 0.2, "xtc_ignore_tokens": (1, 9)}),
-        ({"token_bias": torch.tensor([0, 1.5, -torch.inf, 0, -2])},
-         {"logit_bias": ((1, 1.5), (4, -2.0)), "banned_tokens": (2,)}),
+        ({"token_bias": torch.tensor([0, 1.5, -torch.inf, 0, -2, -1e9])},
+         {"logit_bias": ((1, 1.5), (4, -2.0)), "banned_tokens": (2, 5)}),
         ({"token_bias": torch.tensor([-torch.inf, 1.5, -torch.inf, 0])},
          {"logit_bias": ((1, 1.5),), "allowed_tokens": (1, 3)}),
     ],
@@ -179,6 +179,7 @@ def test_a_misspelt_field_is_an_error() -> None:
         ({"dry_base": 0.5}, "dry_base is a number from 1 to 10, not 0.5"),
         ({"dry_max_ngram": 0}, "dry_max_length is a whole number of at least 1, not 0"),
         ({"token_bias": torch.tensor([torch.nan])}, "logit_bias holds ids of at least 0"),
+        ({"token_bias": torch.tensor([0, 101.0])}, "a number from -100.0 to 100.0, not 1: 101.0"),
     ],
 )
 def test_a_value_out_of_range_is_named(fields: dict[str, Any], message: str) -> None:

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 class Candidates(NamedTuple):
     """Tokens that can still be drawn: `logits` [n] and `ids` [n]. The ids ascend, so that ties fall to the lowest.
 
-    Probabilities are softmax(logits) of whoever is left: a step that drops tokens need not renormalise. A logit of
-    minus infinity is a token that is never drawn; at least one logit is finite.
+    There is at least one, and all logits are finite. Probabilities are softmax(logits) of whoever is left: a step that
+    drops tokens need not renormalise.
     """
 
     logits: NDArray[np.float32]

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from exl2chat.settings import Sampling
 
-HEAVIEST = 1e30  # a larger penalty would become infinite in float32, and all tokens may be penalised
+# A token 100 nats less likely is never drawn. More would say no more, and distort the deviation for top-n-sigma.
+HEAVIEST = 100.0
 
 
 class Passages:
@@ -29,7 +30,7 @@ class Passages:
     def penalties(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Distinct ids [n] and what to subtract from their logits [n]: multiplier * base^(length - allowed length) for
         a token that followed the same last `length` tokens before, where length is the longest such, at most
-        `dry_max_length` and at least the allowed length.
+        `dry_max_length` and at least the allowed length. 100 at most.
         """
         settings = self._settings
         tokens = np.frombuffer(self._tokens, np.int64)[-settings.dry_range :]  # no limit: from -0, the first

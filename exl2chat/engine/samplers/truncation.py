@@ -71,13 +71,13 @@ def top_a(candidates: Candidates, a: float) -> Candidates:
     logits = candidates.logits
     best = logits.max()
     highest = 1 / np.exp(logits - best).sum(dtype=np.float64)
-    return candidates.keep(np.flatnonzero(logits >= best + np.float32(min(math.log(a * highest), 0))))
+    return candidates.keep(np.flatnonzero(logits >= best + np.float32(math.log(a * highest))))
 
 
 def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
     """Those within `n` standard deviations of the logits from the best (Tang et al. 2024, arXiv 2411.07641)."""
     logits = candidates.logits
-    deviation = logits.std(dtype=np.float64) if np.isfinite(logits.min()) else logits[np.isfinite(logits)].std()
+    deviation = logits.std(dtype=np.float64)
     return candidates.keep(np.flatnonzero(logits >= logits.max() - np.float32(n * deviation)))
 
 

@@ -16,7 +16,7 @@ def xtc(candidates: Candidates, threshold: float, protected: NDArray[np.int64]) 
     logits = candidates.logits
     best = logits.max()
     total = np.exp(logits - best).sum(dtype=np.float64)
-    least = best + np.float32(math.log(threshold * total)) if threshold else np.finfo(np.float32).min
+    least = best + np.float32(math.log(threshold * total)) if threshold else -np.inf
     top = np.flatnonzero(logits >= least)
     top = top[np.isin(candidates.ids[top], protected, invert=True)]
     if len(top) < 2:

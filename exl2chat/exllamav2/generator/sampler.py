@@ -15,7 +15,7 @@ from exl2chat.engine.samplers.candidates import Candidates
 from exl2chat.errors import UsageError
 from exl2chat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exl2chat.exllamav2.unsupported import refuse_set
-from exl2chat.settings import Sampling
+from exl2chat.settings import MAX_BIAS, Sampling
 
 WHERE = "ExLlamaV2Sampler.Settings"
 SAMPLE = "ExLlamaV2Sampler.sample"
@@ -213,11 +213,12 @@ def _ids(tokenizer: ExLlamaV2Tokenizer, tokens: Sequence[int | str]) -> list[int
 
 
 def _bias(bias: Tensor | None) -> dict[str, Any]:
-    """The fields of `Sampling` for a token_bias [V]: what is minus infinity there is banned."""
+    """The fields of `Sampling` for a token_bias [V]: what is as low there as a bias can be is banned."""
     if bias is None:
         return {}
     bias = bias.flatten()
-    banned, added = bias == -torch.inf, (bias != 0) & (bias != -torch.inf)
+    banned = bias <= -MAX_BIAS
+    added = (bias != 0) & ~banned
     pairs = zip(added.nonzero().flatten().tolist(), bias[added].tolist(), strict=True)
     few = {"banned_tokens": banned} if banned.count_nonzero() * 2 < len(bias) else {"allowed_tokens": ~banned}
     return {"logit_bias": tuple(pairs), **{name: tuple(of.nonzero().flatten().tolist()) for name, of in few.items()}}
