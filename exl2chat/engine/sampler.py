@@ -112,7 +112,8 @@ class Sampler:
     def sample(self, logits: NDArray[np.float32], position: int) -> int:
         """The token at absolute `position` given its `logits` [V] float32, which are left as they are.
 
-        A token whose logit is minus infinity takes no part: it is as if the vocabulary lacked it. ChatError when the logits are not numbers, or the settings allow no token.
+        A token whose logit is minus infinity takes no part: it is as if the vocabulary lacked it. ChatError when the
+        logits are not numbers, or the settings allow no token.
         """
         return draw(self.candidates(logits, position), self.seed, position)
 
