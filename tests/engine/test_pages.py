@@ -202,7 +202,8 @@ def test_reserving_too_much_changes_nothing(table: PageTable) -> None:
 
 def test_a_text_grows_into_the_page_behind_it(table: PageTable) -> None:
     computed(table, "abcd")
-    assert table.reserve(unused := text("?"), 1) == []
+    unused = text("?")
+    assert table.reserve(unused, 1) == []
     sequence = computed(table, "wxyz")
     table.release(unused)
     sequence.tokens += b"1234"
