@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from exl2chat.errors import UsageError
@@ -112,6 +113,14 @@ def test_a_sampling_value_out_of_range_is_named_with_the_range(values: dict[str,
     with pytest.raises(UsageError) as caught:
         Sampling(**values)
     assert caught.value.message == message
+
+
+def test_sampling_crosses_the_wire_as_it_is() -> None:
+    sampling = Sampling(
+        xtc_ignore_tokens=(), dry_breakers=(1, 2), allowed_tokens=(3,), banned_tokens=(4, 5), mirostat_mu=2.5,
+        logit_bias=((7, -1.5), (8, 2.0)), step_order="min_p", temperature_last=True,
+    )  # fmt: skip
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=Sampling) == sampling
 
 
 @pytest.mark.parametrize("text", ["min_p, top_k", "temperature", "", "xtc skew"])

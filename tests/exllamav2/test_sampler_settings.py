@@ -1,5 +1,6 @@
 """`ExLlamaV2Sampler`: every field of its settings means what it says, and its faults are not ours."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import torch
 
 from exl2chat.engine.sampler import Sampler, active_steps
 from exl2chat.errors import UsageError
-from exl2chat.exllamav2 import ExLlamaV2Config, ExLlamaV2Tokenizer
-from exl2chat.exllamav2.generator import ExLlamaV2Sampler
+from exl2chat.exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
+from exl2chat.exllamav2.generator import ExLlamaV2Sampler, ExLlamaV2StreamingGenerator
 from exl2chat.settings import Sampling
 
 MODEL = Path(__file__).parents[1] / "data" / "golden" / "llama-6.0bpw-exl2"
@@ -93,6 +94,26 @@ def test_smoothing_does_not_leak_from_one_use_of_the_settings_to_the_next(tokeni
     _, _, top, _, _ = ExLlamaV2Sampler.sample(logits, settings, ids, 0.5, tokenizer, return_top_tokens=5)
     assert torch.equal(top[0], top[1])
     assert torch.equal(top[0], top[2])
+
+
+def test_a_stream_with_everything_set_repeats_for_a_seed() -> None:
+    config = ExLlamaV2Config(str(MODEL))
+    model = ExLlamaV2(config)
+    model.load()
+    tokenizer = ExLlamaV2Tokenizer(config)
+    settings = Settings(
+        temperature=1.2, top_k=200, top_p=0.99, top_a=0.001, min_p=0.001, tfs=0.99, typical=0.99, mirostat=True,
+        mirostat_tau=6, smoothing_factor=0.05, max_temp=2, skew=0.1, xtc_probability=0.5, dry_multiplier=0.8,
+        token_frequency_penalty=0.1,
+    )  # fmt: skip
+    settings.disallow_tokens(tokenizer, [tokenizer.eos_token_id])
+    replies = []
+    for seed in (1, 1, 2):
+        random.seed(seed)
+        generator = ExLlamaV2StreamingGenerator(model, ExLlamaV2Cache(model, max_seq_len=256), tokenizer)
+        generator.begin_stream_ex(tokenizer.encode("Once upon a time"), settings)
+        replies.append([generator.stream_ex()["chunk"] for _ in range(20)])
+    assert replies[0] == replies[1] != replies[2]
 
 
 # Copies
