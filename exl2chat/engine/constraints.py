@@ -10,7 +10,7 @@ from exl2chat.errors import ChatError
 
 
 class Constraint(Protocol):
-    """Says which token may come next, for one reply. It fails rather than let anything else through.
+    """Says which token may come next, for one reply, once it has begun. It fails rather than let anything else through.
 
     `accepting`: the reply may end here. `finished`: it is complete and nothing may follow. Both are false of a healed
     token that is still to come.
