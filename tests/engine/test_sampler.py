@@ -336,6 +336,13 @@ def test_banned_tokens_are_never_drawn(temperature: float) -> None:
     assert {sampler.sample(logits, position) for position in range(100)} == ({1, 2} if temperature else {2})
 
 
+def test_logits_may_become_fewer_and_more() -> None:
+    sampler = Sampler(Sampling(**NEUTRAL, banned_tokens=(0,), seed=2), [])
+    for size in (20, 3, 50):
+        drawn = {sampler.sample(np.zeros(size, np.float32), position) for position in range(400)}
+        assert drawn == set(range(1, size))
+
+
 @pytest.mark.parametrize("settings", [Sampling(allowed_tokens=()), Sampling(allowed_tokens=(7,), banned_tokens=(7,))])
 def test_allowing_no_token_is_an_error(settings: Sampling) -> None:
     """B-14: there an empty list of allowed tokens is read beyond its end."""

@@ -221,6 +221,15 @@ def test_mirostat_begins_every_reply_alike() -> None:
     assert len(Sampler(settings, []).candidates(logits, 4).ids) == 64
 
 
+def test_mirostat_does_not_learn_from_tokens_that_it_was_not_asked_for() -> None:
+    sampler = Sampler(with_settings(mirostat_tau=4.0, mirostat_eta=1.0), [])
+    logits = np.linspace(0, 1, 64, dtype=np.float32)
+    token = sampler.sample(logits, 0)
+    for _ in range(20):
+        sampler.observe(token)
+    assert len(sampler.candidates(logits, 21).ids) > 1
+
+
 def test_mirostat_survives_a_token_that_it_did_not_offer() -> None:
     sampler = Sampler(with_settings(mirostat_tau=2.0, banned_tokens=(3,)), [])
     logits = np.array([1, 0, -np.inf, 9], np.float32)
