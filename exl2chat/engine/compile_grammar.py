@@ -63,7 +63,7 @@ def compile_choice(table: TokenTable, options: Sequence[str], ignore_case: bool 
     """Replies that are one of `options`."""
     if not options or not all(options):
         raise UsageError("a choice needs options, each of at least one character", "give them")
-    lark = "start: " + " | ".join(lark_string(option) + "i" * ignore_case for option in options)
+    lark = "start: OPTION\nOPTION: " + " | ".join(lark_string(option) + "i" * ignore_case for option in options)
     return _constraint(table, lark, "choice", _lark_reason)
 
 

@@ -204,6 +204,18 @@ def test_a_clone_goes_its_own_way() -> None:
         clone.rollback(2)
 
 
+def test_a_constraint_can_begin_again() -> None:
+    known = table("byte_level")
+    constraint = compile_regex(known, "a*")
+    before = state(constraint)
+    for token in (*spelled("byte_level", "a"), *known.end_ids.tolist()):
+        constraint.advance(token)
+    constraint.begin()
+    assert state(constraint) == before
+    with pytest.raises(ValueError, match="1 of 0 tokens"):
+        constraint.rollback(1)
+
+
 def test_after_the_end_nothing_else_follows() -> None:
     known = table("byte_level")
     constraint = compile_regex(known, "a*")
@@ -270,6 +282,19 @@ def test_a_healed_token_is_repeated_and_continued(kind: str) -> None:
     assert constraint.finished
 
 
+def test_a_reply_cannot_end_before_its_healed_token() -> None:
+    known = table("byte_level")
+    constraint = compile_regex(known, "[a-z]*")
+    healed = known.texts.index(b"e")
+    constraint.begin(healed=healed)
+    assert not constraint.accepting
+    assert not constraint.finished
+    assert not constraint.mask()[known.end_ids].any()
+    constraint.advance(healed)
+    assert constraint.accepting
+    assert constraint.mask()[known.end_ids].all()
+
+
 @pytest.mark.parametrize("kind", ABLE)
 def test_forced_tokens_can_be_taken_as_they_are(kind: str) -> None:
     constraint = compile_json_schema(table(kind), {"const": {"the capital": "of France is Paris"}})
@@ -283,6 +308,13 @@ def test_forced_tokens_can_be_taken_as_they_are(kind: str) -> None:
         constraint.advance(token)
     assert total > 10
     assert constraint.finished
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama2"])
+def test_a_grammar_of_the_empty_text_is_finished_at_once(kind: str) -> None:
+    constraint = compile_regex(table(kind), "")
+    assert constraint.finished
+    np.testing.assert_array_equal(np.flatnonzero(constraint.mask()), table(kind).end_ids)
 
 
 def test_a_reply_that_no_token_can_continue_is_an_error() -> None:
