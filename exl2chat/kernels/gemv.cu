@@ -8,20 +8,23 @@
 //           blocks of a matrix end where the next one begins, or with the grid. The quads of a piece, strip by strip,
 //           are one list that its warps share evenly; what a warp has of a strip goes to a slot of its own. Each piece
 //           has no more warps than quads. WARPS * 32 threads; shared bytes, with s the most strips of a block:
-//           64 * rows * (tiles of the largest part + 3) + 128 * rows * (WARPS + runs * (s - 1))
+//           (tiles of the largest part + 3) * (64 * rows + 4 * PITCH) + 128 * rows * (WARPS + runs * (s - 1))
+//           + 4 * runs * s
 // limits    rows <= ROWS (1, 8 or 16); K a multiple of 32
-// numerics  (code - zero) exact in float16, products exact, float32 sums; one float16 scale per group, multiplied in
-//           float32; warps, then parts, added in fixed order: bit-equal at every call
+// numerics  a code q enters the tensor cores as the subnormal float16 2^-24 q, exactly; products exact, float32 sums;
+//           y += scale (2^24 sum - zero (sum of x)) per group, all float32, scales rounded as the format has it; warps,
+//           then parts, added in fixed order: bit-equal at every call
 // measured  H200, 2026-11-21, 8B shapes at 4.1 bits, us and share of the read bandwidth (4.53 TB/s), 1 / 5 / 16 rows:
-//           q/k/v 5.6 52 %, 7.0, 10.8; o 4.7 41 %, 5.9, 8.2; gate/up 17.5 77 %, 20.5, 25.8; down 9.8 68 %, 11.3, 23.3;
-//           a head of 6 bits 101 87 %, 107, 155; all 129 of a token 1.31 ms 68 %, 1.56, 2.33. 128 registers, 240
-//           instructions per quad of 4 bits (1.9 per weight)
+//           q/k/v 5.8 50 %, 6.6, 9.7; o 4.8 40 %, 5.8, 8.2; gate/up 17.4 78 %, 20.7, 27.5; down 9.9 68 %, 12.0, 16.9;
+//           a head of 6 bits 98 89 %, 104, 128; all 129 of a token 1.31 ms 68 %, 1.56, 2.12. 128 registers, 190
+//           instructions per quad of 4 bits (1.5 per weight). benchmarks/NOTES.md: where the time goes, what was tried
 // reference exl2chat.model.dequant, and a product in float64; tests/gpu/test_gemv.py
 
 #include "tiles.cuh"
 
-constexpr int TILES = ROWS > 8 ? 2 : 1;  // of eight columns of B
-constexpr int LIVE = ROWS > 1 ? 2 : 1;   // of a lane's two columns of C
+constexpr int TILES = ROWS > 8 ? 2 : 1;          // of eight columns of B
+constexpr int LIVE = ROWS > 1 ? 2 : 1;           // of a lane's two columns of C
+constexpr int PITCH = ROWS > 1 ? TILES * 8 : 1;  // of the sums of x over a tile
 
 struct Block {
     const Matrix* matrix;
@@ -44,15 +47,74 @@ __device__ __forceinline__ Block find_block(const Matrices& all) {
     return {&m, pieces, part, first, after - first, pieces->tile, next - pieces->tile};
 }
 
-// x of this part into shared memory; three tiles of zeros behind it, which the padding of the last quad multiplies.
-__device__ __forceinline__ void stage(uint4* shared, const uint4* x, const Block& b, int rows) {
+// The warps of a piece, from..to, that have something of a strip.
+struct Range {
+    u16 from, to;
+};
+
+struct Shared {
+    uint4* x;       // [tiles + 3][rows][4] of this part
+    float* sums;    // [tiles + 3][PITCH] of x over each tile and row
+    float* slots;   // [WARPS + runs * (strips - 1)][rows][32], the sums of the warps
+    Range* ranges;  // [strips][runs]
+};
+
+__device__ __forceinline__ Shared divide(const Block& b, int rows) {
+    extern __shared__ uint4 memory[];
+    float* sums = (float*)(memory + (b.tiles + 3) * rows * 4);
+    float* slots = sums + (b.tiles + 3) * PITCH;
+    return {memory, sums, slots, (Range*)(slots + (WARPS + b.matrix->runs * (b.strips - 1)) * rows * 32)};
+}
+
+__device__ __forceinline__ float sum2(u32 pair) {
+    const float2 v = __half22float2(*(const __half2*)&pair);
+    return v.x + v.y;
+}
+
+// What does not wait for the predecessor: three tiles of zeros behind x, which the padding of the last quad multiplies,
+// and who has what. The list of a piece has n = strips * quads quads; warp w of its `warps` has those from w n / warps
+// on, so quad i belongs to warp ((i + 1) warps - 1) / n.
+__device__ __forceinline__ void prepare(const Shared& shared, const Block& b, int rows) {
+    for (int i = threadIdx.x; i < 12 * rows; i += WARPS * 32)
+        shared.x[b.tiles * rows * 4 + i] = make_uint4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < 3 * PITCH; i += WARPS * 32) shared.sums[b.tiles * PITCH + i] = 0;
+    const int runs = b.matrix->runs;
+    for (int i = threadIdx.x; i < b.strips * runs; i += WARPS * 32) {
+        const int strip = i / runs;
+        const Piece& piece = b.pieces[i - strip * runs];
+        const int quads = piece.quads, warps = piece.warps, n = b.strips * quads;
+        if (warps)
+            shared.ranges[i] = {u16(((strip * quads + 1) * warps - 1) / n), u16(((strip + 1) * quads * warps - 1) / n)};
+        else shared.ranges[i] = {1, 0};
+    }
+}
+
+// x of this part into shared memory, and its sums over tiles.
+__device__ __forceinline__ void stage(const Shared& shared, const uint4* x, const Block& b, int rows) {
+    constexpr int STEP = WARPS * 32, BATCH = 4;  // BATCH loads of a thread are on their way at once
     const int count = b.tiles * rows * 4;
-    for (int i = threadIdx.x; i < 12 * rows; i += WARPS * 32) shared[count + i] = make_uint4(0, 0, 0, 0);
+    prepare(shared, b, rows);
     await_predecessor();
     release_successor();
     x += (size_t)b.tile * rows * 4;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < count; i += WARPS * 32) shared[i] = x[i];
+    for (int base = 0; base < count; base += BATCH * STEP) {  // the same for all lanes: they exchange sums
+        uint4 v[BATCH];
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            const int i = base + k * STEP + threadIdx.x;
+            v[k] = i < count ? x[i] : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            const int i = base + k * STEP + threadIdx.x, place = i >> 2;
+            float sum = (sum2(v[k].x) + sum2(v[k].y)) + (sum2(v[k].z) + sum2(v[k].w));
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            if (i >= count) continue;
+            shared.x[i] = v[k];
+            if ((i & 3) == 0) shared.sums[ROWS == 1 ? place : place / rows * PITCH + place % rows] = sum;
+        }
+    }
     meet();
 }
 
@@ -70,19 +132,28 @@ struct Quad {
 
 typedef float Sums[TILES][2][4];
 
-// acc += scale * part for the tiles up to j, and part = 0.
-template <int SPAN>
-__device__ __forceinline__ void fold(Sums& acc, Sums& part, const Scales<SPAN>& scales, int j) {
+// acc += scale * (part / unit - zero * sum of x) over the SPAN tiles up to j, and part = 0. `sums`: those of x over the
+// tiles of this quad, from this lane's first row on.
+template <int BITS, int SPAN>
+__device__ __forceinline__ void fold(Sums& acc, Sums& part, const Scales<SPAN>& scales, const float* sums, int j) {
+    float total[TILES][LIVE] = {};
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int e = 0; e < LIVE; e++)
+#pragma unroll
+            for (int k = j - SPAN + 1; k <= j; k++) total[t][e] += sums[k * PITCH + t * 8 + e];
 #pragma unroll
     for (int column = 0; column < 4; column++) {
         const u32 both = scales.scale(j, column);
-        const float scale = __low2float(*(const __half2*)&both);
+        const float scale = __low2float(*(const __half2*)&both), zero = scales.zero_point(j, column, BITS);
+        const float inverse = (1 << 24) >> offset<BITS>(column);
 #pragma unroll
         for (int t = 0; t < TILES; t++)
 #pragma unroll
             for (int e = 0; e < LIVE; e++) {
                 const int at = (column & 1) * 2 + e;
-                acc[t][column >> 1][at] += scale * part[t][column >> 1][at];
+                acc[t][column >> 1][at] += scale * (inverse * part[t][column >> 1][at] - zero * total[t][e]);
             }
     }
 #pragma unroll
@@ -105,20 +176,20 @@ __device__ __forceinline__ void put(float* slot, const Sums& acc, int rows) {
         }
 }
 
-// The sums of all warps, in order, to `out`. The list of a piece has n = strips * quads quads; warp w of its `warps` has
-// those from w n / warps on, so quad i belongs to warp ((i + 1) warps - 1) / n.
-__device__ __forceinline__ void finish(const float* slots, const Block& b, float* out, int rows, int width) {
+// The sums of all warps, in order, to `out`.
+__device__ __forceinline__ void finish(const Shared& shared, const Block& b, float* out, int rows, int width) {
     const Matrix& m = *b.matrix;
-    const int size = 32 * rows;
+    const int runs = m.runs, size = 32 * rows;
     for (int i = threadIdx.x; i < b.strips * size; i += WARPS * 32) {
-        const int strip = i / size, at = i - strip * size, column = (b.first + strip) * 32 + (at & 31);
+        const int strip = ROWS == 1 ? i >> 5 : i / size, at = i - strip * size;
+        const int column = (b.first + strip) * 32 + (at & 31);
         if (column >= m.columns) continue;
         float sum = m.bias && b.part == 0 ? m.bias[column] : 0;
-        for (int r = 0; r < m.runs && b.pieces[r].warps; r++) {
-            const int quads = b.pieces[r].quads, warps = b.pieces[r].warps, n = b.strips * quads;
-            const int from = ((strip * quads + 1) * warps - 1) / n, to = ((strip + 1) * quads * warps - 1) / n;
-            const float* slot = slots + (b.pieces[r].warp + r * (b.strips - 1) + strip) * size + at;
-            for (int w = from; w <= to; w++) sum += slot[w * size];
+        for (int r = 0; r < runs; r++) {
+            const Range range = shared.ranges[strip * runs + r];
+            const float* slot = shared.slots + (b.pieces[r].warp + r * (b.strips - 1) + strip) * size + at;
+#pragma unroll 4
+            for (int w = range.from; w <= range.to; w++) sum += slot[w * size];
         }
         out[((size_t)b.part * rows + (at >> 5)) * width + m.offset + column] = sum;
     }
@@ -127,7 +198,7 @@ __device__ __forceinline__ void finish(const float* slots, const Block& b, float
 // This warp's share of piece r. AHEAD quads are on their way while one is multiplied; the first are asked for before the
 // predecessor has ended.
 template <int BITS, int SPAN>
-__device__ __forceinline__ void run(const Block& b, int r, const uint4* x, uint4* shared, float* slots, int rows) {
+__device__ __forceinline__ void run(const Block& b, int r, const uint4* x, const Shared& shared, int rows) {
     constexpr int AHEAD = CHUNKS / BITS > 1 ? CHUNKS / BITS : 1;
     constexpr int SCALES = SCALE_WORDS * 4 / SPAN;
     const Piece& piece = b.pieces[r];
@@ -156,11 +227,13 @@ __device__ __forceinline__ void run(const Block& b, int r, const uint4* x, uint4
             next();
         }
     stage(shared, x, b, rows);
+    const int tile = piece.tile - b.tile;
     const uint4* staged[TILES];
 #pragma unroll
     for (int t = 0; t < TILES; t++)
-        staged[t] = shared + ((piece.tile - b.tile) * rows + min(t * 8 + g, rows - 1)) * 4 + (lane & 3);
-    float* slot = slots + (piece.warp + own + r * (b.strips - 1) + strip) * 32 * rows;
+        staged[t] = shared.x + (tile * rows + min(t * 8 + g, rows - 1)) * 4 + (lane & 3);
+    const float* sums = shared.sums + tile * PITCH + (ROWS > 1 ? (lane & 3) * 2 : 0);
+    float* slot = shared.slots + (piece.warp + own + r * (b.strips - 1) + strip) * 32 * rows;
     Sums acc = {}, part = {};
     for (int i = 0; i < count; i++) {
         const bool more = left > 0;
@@ -175,7 +248,7 @@ __device__ __forceinline__ void run(const Block& b, int r, const uint4* x, uint4
             for (int f = 0; f < 4; f++) {
                 u32 a[4];
 #pragma unroll
-                for (int k = 0; k < 4; k++) a[k] = decode<BITS, SPAN>(ring[0].chunks, scales, j, f, k);
+                for (int k = 0; k < 4; k++) a[k] = bare<BITS>(ring[0].chunks, j, f, k);
 #pragma unroll
                 for (int t = 0; t < TILES; t++)
                     multiply(part[t][f >> 1], a, f & 1 ? rhs[t].z : rhs[t].x, f & 1 ? rhs[t].w : rhs[t].y);
@@ -184,7 +257,7 @@ __device__ __forceinline__ void run(const Block& b, int r, const uint4* x, uint4
 #pragma unroll
                 for (int c = 0; c < BITS; c++)
                     if (last_tile<BITS>(c) == j) ring[0].chunks[c] = load_once(w + c * 32);
-            if ((j + 1) % SPAN == 0) fold<SPAN>(acc, part, scales, j);
+            if ((j + 1) % SPAN == 0) fold<BITS, SPAN>(acc, part, scales, sums + quad * 4 * PITCH, j);
         }
         if (AHEAD > 1) {
 #pragma unroll
@@ -203,32 +276,31 @@ __device__ __forceinline__ void run(const Block& b, int r, const uint4* x, uint4
 }
 
 template <int BITS>
-__device__ __forceinline__ void run_span(const Block& b, int r, const uint4* x, uint4* shared, float* slots, int rows) {
+__device__ __forceinline__ void run_span(const Block& b, int r, const uint4* x, const Shared& shared, int rows) {
     const int span = b.pieces[r].span;
-    if (span == 4) run<BITS, 4>(b, r, x, shared, slots, rows);
-    else if (span == 2) run<BITS, 2>(b, r, x, shared, slots, rows);
-    else run<BITS, 1>(b, r, x, shared, slots, rows);
+    if (span == 4) run<BITS, 4>(b, r, x, shared, rows);
+    else if (span == 2) run<BITS, 2>(b, r, x, shared, rows);
+    else run<BITS, 1>(b, r, x, shared, rows);
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 gemv(const __grid_constant__ Matrices matrices, const uint4* x, float* out, int rows, int width) {
-    extern __shared__ uint4 shared[];
     const Block b = find_block(matrices);
-    float* slots = (float*)(shared + (b.tiles + 3) * rows * 4);
+    const Shared shared = divide(b, rows);
     const int warp = threadIdx.x >> 5;
     int r = 0;
     while (r < b.matrix->runs && warp >= b.pieces[r].warp + b.pieces[r].warps) r++;
     switch (r < b.matrix->runs ? b.pieces[r].bits : 0) {
         case 0: stage(shared, x, b, rows); break;
-        case 2: run_span<2>(b, r, x, shared, slots, rows); break;
-        case 3: run_span<3>(b, r, x, shared, slots, rows); break;
-        case 4: run_span<4>(b, r, x, shared, slots, rows); break;
+        case 2: run_span<2>(b, r, x, shared, rows); break;
+        case 3: run_span<3>(b, r, x, shared, rows); break;
+        case 4: run_span<4>(b, r, x, shared, rows); break;
 #if !GPTQ
-        case 5: run_span<5>(b, r, x, shared, slots, rows); break;
-        case 6: run_span<6>(b, r, x, shared, slots, rows); break;
+        case 5: run_span<5>(b, r, x, shared, rows); break;
+        case 6: run_span<6>(b, r, x, shared, rows); break;
 #endif
-        default: run_span<8>(b, r, x, shared, slots, rows);
+        default: run_span<8>(b, r, x, shared, rows);
     }
     meet();
-    finish(slots, b, out, rows, width);
+    finish(shared, b, out, rows, width);
 }

@@ -123,15 +123,40 @@ __device__ __forceinline__ u32 biased(const uint4* chunks, int j, int f, int a) 
     return merge(shifted(word(chunks + 4, 2 * j + (f >> 1)), s), a & 1 ? 0x03000300u : 0x00300030u, low);
 }
 
+// As `biased` without the magic number: a code q at bit k of a half-word is the subnormal float16 2^(k - 24) q, exact on
+// tensor cores, one instruction for two codes. k = offset(a), the same for a and a + 2, which lie in one column.
+template <int BITS>
+__device__ __forceinline__ u32 bare(const uint4* chunks, int j, int f, int a) {
+    if (BITS == 8) {
+        const u32 w = word(chunks, 8 * j + 2 * f + (a >> 1));
+        return __byte_perm(w, 0, a & 1 ? 0x4341 : 0x4240);
+    }
+    if (BITS < 4) {
+        const int right = 8 * (f & 1) + 4 * (a >> 1);
+        const u32 low = word(chunks, 2 * j + (f >> 1)) >> right & 0x00030003u << 2 * (a & 1);
+        if (BITS == 2) return low;
+        const int s = (f < 2 ? f - 2 : f + 4) + 4 * (a >> 1);
+        return merge(shifted(word(chunks + 2, j), s), 0x00040004u << 2 * (a & 1), low);
+    }
+    const u32 w = word(chunks, 4 * j + f);
+    const u32 low = (a & 2 ? w >> 8 : w) & (a & 1 ? 0x00f000f0u : 0x000f000fu);
+    if (BITS == 4) return low;
+    if (BITS == 5) {
+        const int i = 2 * f + (a >> 1), s = i < 4 ? i - 4 : i;
+        return merge(shifted(word(chunks + 4, j), s), a & 1 ? 0x01000100u : 0x00100010u, low);
+    }
+    const int i = 2 * (f & 1) + (a >> 1), s = i < 2 ? 2 * i - 4 : 2 * i;
+    return merge(shifted(word(chunks + 4, 2 * j + (f >> 1)), s), a & 1 ? 0x03000300u : 0x00300030u, low);
+}
+
+template <int BITS>
+__device__ constexpr int offset(int a) {
+    return BITS == 8 || !(a & 1) ? 0 : BITS < 4 ? 2 : 4;
+}
+
 template <int BITS>
 __device__ constexpr int position(int a) {
     return BITS == 8 ? 0 : BITS < 4 ? 2 * a : 4 * (a & 1);
-}
-
-// The tile after which chunk c of a quad is used up, for loads that refill it.
-template <int BITS>
-__device__ constexpr int last_tile(int c) {
-    return BITS == 8 ? c / 2 : BITS < 4 ? (c < 2 ? 2 * c + 1 : 3) : c < 4 ? c : BITS == 5 ? 3 : 2 * (c - 4) + 1;
 }
 
 #if GPTQ
@@ -142,10 +167,14 @@ struct Scales {
 
     __device__ __forceinline__ void load(const u32* quad, int g) {
 #pragma unroll
-        for (int i = 0; i < 4 / SPAN; i++) at[i] = __ldg((const uint4*)quad + i * 8 + g);
+        for (int i = 0; i < 4 / SPAN; i++) at[i] = ((const uint4*)quad)[i * 8 + g];
     }
     __device__ __forceinline__ u32 zero(int j, int column) const {
         return __byte_perm(word(at + j / SPAN, column), 0, 0x3232);
+    }
+    __device__ __forceinline__ float zero_point(int j, int column, int) const {
+        const u32 both = zero(j, column);
+        return __low2float(*(const __half2*)&both);
     }
     // The scale of column g + 8 `column`, twice.
     __device__ __forceinline__ u32 scale(int j, int column) const {
@@ -162,10 +191,11 @@ struct Scales {
     u32 at[4 / SPAN];
 
     __device__ __forceinline__ void load(const u32* quad, int g) {
-        if (SPAN == 4) at[0] = __ldg(quad + g);
-        if (SPAN == 2) *(uint2*)at = __ldg((const uint2*)quad + g);
-        if (SPAN == 1) *(uint4*)at = __ldg((const uint4*)quad + g);
+        if (SPAN == 4) at[0] = quad[g];
+        if (SPAN == 2) *(uint2*)at = ((const uint2*)quad)[g];
+        if (SPAN == 1) *(uint4*)at = ((const uint4*)quad)[g];
     }
+    __device__ __forceinline__ float zero_point(int, int, int bits) const { return 1 << (bits - 1); }
     __device__ __forceinline__ u32 scale(int j, int column) const {
         const u32 s = at[j / SPAN];
         const u32 root = add2(merge(column & 2 ? s >> 4 : s, 0x000f000fu, 0x64006400u), pack2(minus(1023)));
@@ -177,6 +207,12 @@ struct Scales {
 constexpr int SCALE_WORDS = 8;
 
 #endif
+
+// The tile after which chunk c of a quad is used up, for loads that refill it.
+template <int BITS>
+__device__ constexpr int last_tile(int c) {
+    return BITS == 8 ? c / 2 : BITS < 4 ? (c < 2 ? 2 * c + 1 : 3) : c < 4 ? c : BITS == 5 ? 3 : 2 * (c - 4) + 1;
+}
 
 // Register a of fragment f of tile j: two codes less their zero point, as float16.
 template <int BITS, int SPAN>

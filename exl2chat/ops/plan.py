@@ -4,7 +4,7 @@ Pure arithmetic; the kernel that follows it is `exl2chat/kernels/gemv.cu`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -37,23 +37,12 @@ class Gpu:
     shared: int
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A variant of the kernel: warps of a block, blocks on each multiprocessor, and chunks of 16 bytes that a lane has
-    on their way."""
-
-    warps: int
-    blocks: int
-    chunks: int
-
-
-# Of 15 variants and 4 splits the fastest on an H200 with the matrices of an 8B model at 4.1 bits (us, one row):
-# q/k/v 5.6, o 4.7, down 9.8 and a head of 6 bits 97 with SHORT, gate/up 17.0 with LONG. Rings in shared memory
-# (cp.async), and blocks of half a multiprocessor beside which the next kernel could begin, were slower throughout.
-LONG = Shape(16, 1, 4)
-SHORT = Shape(8, 2, 4)
-SHAPES = (LONG, SHORT)
+# One block on a multiprocessor, its warps with a quad of 4 bits ahead: on an H200 the fastest for every matrix of an 8B
+# model at 4.1 bits, of blocks of 4 to 16 warps, 1 to 4 of them on a multiprocessor, and 1 to 6 quads (NOTES.md).
+WARPS = 16
+CHUNKS = 4  # of 16 bytes that a lane has on their way
 ROWS = (1, 8, 16)
+ALIKE = 8  # up to so many rows are multiplied in the same order: a row's result is then the same in any company
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +67,6 @@ class Plan:
     """One launch for up to `rows` rows, K in 2^split parts: pieces[i] PIECE [parts, runs] of matrix i, spread over
     columns[i] blocks per part. part_tiles and strips: the most that one block has."""
 
-    shape: Shape
     rows: int
     split: int
     pieces: tuple[Table, ...]
@@ -91,10 +79,12 @@ class Plan:
         return sum(self.columns) << self.split
 
     def shared(self, rows: int) -> int:
-        """Bytes of dynamic shared memory for `rows` rows: x of the largest part, and the slots of the warps' sums."""
+        """Bytes of dynamic shared memory for `rows` rows: x of the largest part and its sums over tiles, the slots of
+        the warps' sums, and which warps have what."""
         runs = max(len(table[0]) for table in self.pieces)
-        slots = self.shape.warps + runs * (self.strips - 1)
-        return 64 * rows * (self.part_tiles + 3) + 128 * rows * slots
+        slots = WARPS + runs * (self.strips - 1)
+        pitch = 1 if self.rows == 1 else self.rows
+        return (self.part_tiles + 3) * (64 * rows + 4 * pitch) + 128 * rows * slots + 4 * runs * self.strips
 
 
 def share_out(counts: Sequence[int], costs: Sequence[int], slots: int, grain: int = 1) -> list[int]:
@@ -125,7 +115,7 @@ def run_pieces(size: Size) -> Table:
     return np.array(rows, PIECE)
 
 
-def cut(size: Size, split: int, warps: int, strips: int) -> Table:
+def cut(size: Size, split: int, strips: int) -> Table:
     """PIECE [2^split, pieces]: K cut into parts of about equal bytes, each part's warps shared out among its pieces,
     for blocks of up to `strips` strips. Pieces without warps fill the table up."""
     counts = [run.quads for run in size.runs]
@@ -145,7 +135,8 @@ def cut(size: Size, split: int, warps: int, strips: int) -> Table:
             continue
         part[: len(pieces)] = pieces
         each = [512 * int(p["bits"]) + 16 * size.scale_words // int(p["span"]) for p in pieces]
-        shares = share_out([int(p["quads"]) * strips for p in pieces], each, warps, strips)
+        # With n strips at most and n - 1 at least, half the quads of n strips are no more than a block has.
+        shares = share_out([int(p["quads"]) * strips for p in pieces], each, WARPS, min(strips, 2))
         part["warps"][: len(pieces)] = shares
         part["warp"][: len(pieces)] = np.cumsum([0, *shares[:-1]])
     return table
@@ -162,40 +153,35 @@ def _slice(run: np.void, first: int, count: int, scale_words: int) -> np.void:
 
 
 def make_plan(sizes: Sequence[Size], rows: int, gpu: Gpu) -> Plan | None:
-    """The launch that multiplies up to `rows` rows by all of `sizes`; None where so many do not fit shared memory."""
-    shape, split = choose(sizes, gpu)
-    if lay_out(sizes, rows, gpu, shape, split).shared(rows) * shape.blocks > gpu.shared:
-        shape = LONG
+    """The launch that multiplies up to `rows` rows by all of `sizes`; None where so many do not fit shared memory.
+
+    Plans for up to ALIKE rows differ in nothing but `rows`.
+    """
+    split = choose_split(sizes, gpu)
     while max(len(size.runs) for size in sizes) << split <= MAX_PIECES:
-        plan = lay_out(sizes, rows, gpu, shape, split)
-        if plan.shared(rows) <= gpu.shared:
-            return plan
+        for waves in (1, 2, 4, 8, 16, 32, 64):
+            plan = lay_out(sizes, max(rows, ALIKE), gpu.processors * waves, split)
+            if plan.shared(plan.rows) <= gpu.shared:
+                return replace(plan, rows=rows)
         split += 1
     return None
 
 
-def choose(sizes: Sequence[Size], gpu: Gpu) -> tuple[Shape, int]:
-    """The variant and the split for matrices side by side: few strips are split along K until all blocks have one."""
+def choose_split(sizes: Sequence[Size], gpu: Gpu) -> int:
+    """Into how many parts to cut K: few strips are split until all multiprocessors have some."""
     strips = sum(size.strips for size in sizes)
-    if strips >= 16 * gpu.processors:
-        return SHORT, 0
-    if strips >= 3 * gpu.processors:
-        return LONG, 0
-    return SHORT, 2 if strips < 2 * gpu.processors else 1
+    return 2 if strips <= gpu.processors else 1 if strips <= 2 * gpu.processors else 0
 
 
-def lay_out(sizes: Sequence[Size], rows: int, gpu: Gpu, shape: Shape, split: int) -> Plan:
-    """The launch with this variant and split."""
-    blocks = max(len(sizes), gpu.processors * shape.blocks >> split)
-    columns = share_out([size.strips for size in sizes], [size.strip_bytes for size in sizes], blocks)
-    # No more strips to a block than what leaves two thirds of the shared memory to x.
-    slots = gpu.shared // 3 // (128 * rows)
-    most = 1 + max(0, (slots - shape.warps) // max(len(size.runs) for size in sizes))
-    columns = [max(n, -(-size.strips // most)) for n, size in zip(columns, sizes, strict=True)]
+def lay_out(sizes: Sequence[Size], rows: int, blocks: int, split: int) -> Plan:
+    """The launch for up to `rows` rows with K in 2^split parts and about `blocks` blocks."""
+    columns = share_out(
+        [size.strips for size in sizes], [size.strip_bytes for size in sizes], max(len(sizes), blocks >> split)
+    )
     strips = [-(-size.strips // n) for n, size in zip(columns, sizes, strict=True)]
-    pieces = tuple(cut(size, split, shape.warps, n) for n, size in zip(strips, sizes, strict=True))
+    pieces = tuple(cut(size, split, n) for n, size in zip(strips, sizes, strict=True))
     part_tiles = 0
     for size, table in zip(sizes, pieces, strict=True):
         edges = [*table["tile"][:, 0].tolist(), size.tiles]
         part_tiles = max(part_tiles, *(b - a for a, b in pairwise(edges)))
-    return Plan(shape, rows, split, pieces, tuple(columns), part_tiles, max(strips))
+    return Plan(rows, split, pieces, tuple(columns), part_tiles, max(strips))

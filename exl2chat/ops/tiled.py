@@ -9,7 +9,19 @@ from torch import Tensor
 
 from exl2chat.kernels import Kernel, load
 from exl2chat.ops.packed import Weight
-from exl2chat.ops.plan import MATRIX, MAX_MATRICES, ROWS, Gpu, Plan, Size, Table, make_plan, run_pieces
+from exl2chat.ops.plan import (
+    CHUNKS,
+    MATRIX,
+    MAX_MATRICES,
+    ROWS,
+    WARPS,
+    Gpu,
+    Plan,
+    Size,
+    Table,
+    make_plan,
+    run_pieces,
+)  # fmt: skip
 from exl2chat.ops.tiles import STRIP, TILE, Run, fragment_order
 
 # Passes of up to 16 rows cost less than decoding the whole matrix for cuBLAS up to here (benchmarks/gpu-report.json).
@@ -105,7 +117,7 @@ class TiledWeight:
         plan = launch.plan
         parts = torch.empty(1 << plan.split, rows, self.width, device=arranged.device)
         launch.kernel.launch(
-            (plan.blocks, 1), plan.shape.warps * 32, plan.shared(rows),
+            (plan.blocks, 1), WARPS * 32, plan.shared(rows),
             launch.matrices, arranged, parts, rows, self.width,
         )  # fmt: skip
         return parts
@@ -200,9 +212,8 @@ def prepare(plan: Plan, matrices: Sequence[Tiled]) -> Launch:
         records[i] = row[0]
         begin += plan.columns[i] << plan.split
         offset += matrix.columns
-    shape = plan.shape
     kernel = load(
         "gemv.cu", "gemv", matrices[0].weights.device,
-        WARPS=shape.warps, BLOCKS=shape.blocks, CHUNKS=shape.chunks, ROWS=plan.rows, GPTQ=int(matrices[0].is_gptq),
+        WARPS=WARPS, CHUNKS=CHUNKS, ROWS=plan.rows, GPTQ=int(matrices[0].is_gptq),
     )  # fmt: skip
     return Launch(plan, kernel, records)

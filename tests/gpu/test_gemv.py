@@ -13,7 +13,7 @@ from exl2chat.model.quant_config import QuantConfig
 from exl2chat.model.tensors import read_array
 from exl2chat.ops import tiled
 from exl2chat.ops.packed import Weight
-from exl2chat.ops.plan import ROWS, SHAPES, Gpu, Shape, lay_out
+from exl2chat.ops.plan import ALIKE, ROWS, lay_out
 from exl2chat.ops.tiled import SideBySide, TiledWeight, prepare, reconstruct
 from tests.model.model_files import random_exl2, random_gptq, save_linear
 
@@ -108,17 +108,27 @@ def test_gptq_with_act_order_and_columns_that_fill_no_strip(columns: int, tmp_pa
     check(weight, exact_weight(linear))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("blocks", [1, 3, 16])
 @pytest.mark.parametrize("split", [0, 1, 2])
 @pytest.mark.parametrize("rows", ROWS)
-def test_every_variant_and_split(shape: Shape, split: int, rows: int, tmp_path: Path) -> None:
+def test_every_variant_and_split(blocks: int, split: int, rows: int, tmp_path: Path) -> None:
     linear, dense = make_exl2(tmp_path, [(5, 128), *[(4, 128)] * 9, (3, 64)], 160)
     weight = tile([linear], DEVICE)
     assert isinstance(weight, TiledWeight)
-    plan = lay_out([weight.matrices[0].size], rows, Gpu(8, 200_000), shape, split)
+    plan = lay_out([weight.matrices[0].size], rows, blocks, split)
     x = torch.randn(rows, len(dense)).half()
     variant = TiledWeight(weight.matrices, weight.order, {rows: prepare(plan, weight.matrices)}, 160)
     assert_close(variant(x.to(DEVICE)), x, dense)
+
+
+@pytest.mark.parametrize("rows", range(2, ALIKE + 1))
+def test_a_row_is_the_same_in_any_company(rows: int, tmp_path: Path) -> None:
+    linear, dense = make_exl2(tmp_path, [(6, 128), *[(4, 32)] * 20, (3, 64)], 480)
+    weight = tile([linear], DEVICE)
+    assert weight is not None
+    x = torch.randn(rows, len(dense), device=DEVICE).half()
+    together = weight(x)
+    assert all(torch.equal(weight(x[i : i + 1])[0], together[i]) for i in range(rows))
 
 
 @pytest.mark.parametrize("same_order", [True, False])

@@ -16,7 +16,7 @@ from cuda.bindings import nvrtc
 
 from exl2chat.kernels import FOLDER, options, source
 from exl2chat.ops import cuda
-from exl2chat.ops.plan import LONG, ROWS
+from exl2chat.ops.plan import CHUNKS, ROWS, WARPS
 
 ARCHITECTURES = ("sm_75", "compute_80", "compute_86", "compute_89", "sm_90", "compute_120")
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -24,10 +24,9 @@ Job = tuple[str, dict[str, int]]
 
 
 def jobs(every: bool) -> Iterator[Job]:
-    """(file, defines). The two shapes of gemv.cu differ in a few constants: the larger stands for both."""
+    """(file, defines)."""
     for rows, gptq in product(ROWS if every else ROWS[-1:], (0, 1)):
-        sizes = {"WARPS": LONG.warps, "BLOCKS": LONG.blocks, "CHUNKS": LONG.chunks}
-        yield "gemv.cu", {**sizes, "ROWS": rows, "GPTQ": gptq}
+        yield "gemv.cu", {"WARPS": WARPS, "CHUNKS": CHUNKS, "ROWS": rows, "GPTQ": gptq}
     for gptq in (0, 1):
         yield "reconstruct.cu", {"GPTQ": gptq}
     for name in ("arrange.cu", "read.cu", "gate.cu"):
