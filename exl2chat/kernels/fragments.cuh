@@ -7,7 +7,7 @@
 #include "common.cuh"
 
 // 16 bytes into shared memory, zeros where they are not `valid`; done after await_copies.
-__device__ __forceinline__ void copy16(__half* to, const __half* from, bool valid) {
+__device__ __forceinline__ void copy16(void* to, const void* from, bool valid = true) {
 #if __CUDA_ARCH__ >= 800
     const u32 address = (u32)__cvta_generic_to_shared(to);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(valid ? 16 : 0));
@@ -16,12 +16,20 @@ __device__ __forceinline__ void copy16(__half* to, const __half* from, bool vali
 #endif
 }
 
-// All copies of all threads of the block have arrived, and none still reads what comes next to be overwritten.
+// What the threads of the block have written to shared memory can be read by all, and through the proxy of wgmma.
+__device__ __forceinline__ void publish() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+    __syncthreads();
+}
+
+// The copies of all threads of the block have arrived.
 __device__ __forceinline__ void await_copies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
-    __syncthreads();
+    publish();
 }
 
 // Four matrices of 8 x 8, each lane with the address of one of the 32 rows.
