@@ -17,7 +17,9 @@ HEIGHTS = (32, 64, 96, 128)
 MOST_ROW_TILES = 4
 # Strips of 32 columns of a block, one per warp: as many as fit, so that x is fetched by few blocks.
 WARPS = (8, 4)
-LEAST_STAGES, MOST_STAGES = 3, 8
+PRODUCERS = 4  # warps that copy
+LEAST_STAGES, MOST_STAGES = 2, 8
+BARRIER_BYTES = 1024
 # What a block costs beside its quads, in quads: the first fetch, and writing the sums.
 BLOCK_COST = 2
 
@@ -47,7 +49,7 @@ class Gemm:
 
     def stages(self, height: int) -> int:
         """How many quads a block holds, 0 where too few fit its shared memory."""
-        stages = min(MOST_STAGES, self.gpu.shared // self.slot(height))
+        stages = min(MOST_STAGES, (self.gpu.shared - BARRIER_BYTES) // self.slot(height))
         return stages if stages >= LEAST_STAGES else 0
 
     def slot(self, height: int) -> int:
@@ -68,7 +70,7 @@ class Gemm:
         parts = torch.empty(split.parts, rows, width, device=arranged.device)
         stages, slot = self.stages(height), self.slot(height)
         kernel.launch(
-            (row_tiles, self.column_tiles * split.parts), self.warps * 32, stages * slot,
+            (row_tiles, self.column_tiles * split.parts), (self.warps + PRODUCERS) * 32, stages * slot,
             split.matrices, arranged, parts, rows, width, split.parts, stages, slot,
         )  # fmt: skip
         return parts
