@@ -152,8 +152,9 @@ class CudaOps:
 
     def _activations(self, rows: int, width: int, into: Weight) -> tuple[Tensor, Argument]:
         """Memory for float16 activations in the form that `into` takes, and where each column goes in it."""
-        if isinstance(into, TiledWeight) and rows <= into.most_rows:
-            return torch.empty(width // 32, rows, 4, 8, dtype=torch.float16, device=self._device), into.places
+        places = into.places_for(rows) if isinstance(into, TiledWeight) else None
+        if places is not None:
+            return torch.empty(width // 32, rows, 4, 8, dtype=torch.float16, device=self._device), places
         return torch.empty(rows, width, dtype=torch.float16, device=self._device), _NOWHERE
 
     def _row_kernel(self, name: str, size: int) -> tuple[Kernel, int]:

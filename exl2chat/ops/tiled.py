@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from exl2chat.kernels import Kernel, load
+from exl2chat.ops.gemm import Gemm, make_gemm
 from exl2chat.ops.packed import Weight
 from exl2chat.ops.plan import (
     CHUNKS,
@@ -24,8 +25,8 @@ from exl2chat.ops.plan import (
 )  # fmt: skip
 from exl2chat.ops.tiles import STRIP, TILE, Run, fragment_order
 
-# Passes of up to 16 rows cost less than decoding the whole matrix for cuBLAS up to here (benchmarks/gpu-report.json).
-FEW_ROWS = 80
+# Decoding on the way to the tensor cores costs less than float16 copies and cuBLAS up to here (benchmarks/NOTES.md).
+SOME_ROWS = 512
 SCRATCH_BYTES = 128 << 20
 THREADS = 128
 
@@ -76,18 +77,21 @@ class Launch:
 class TiledWeight:
     """Up to three matrices side by side that take x in one order: x [T, K] to y [T, width].
 
-    y is float32, or float16 beyond FEW_ROWS rows. Or arranged activations (see `arrange`) to y as partial sums
-    [P, T, width]. launches: by the most rows that each is for; places: where each column of x goes, int32 [K].
+    y is float32, or float16 beyond `some_rows` rows. Or arranged activations (see `arrange`) to y as partial sums
+    [P, T, width]. launches: by the most rows that each is for; gemm: for more rows than these.
     """
 
     matrices: tuple[Tiled, ...]
     order: Tensor
     launches: Mapping[int, Launch]
+    gemm: Gemm | None
     width: int
     places: Tensor = field(init=False)
+    tile_places: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "places", torch.argsort(self.order.flatten().long()).int())
+        object.__setattr__(self, "tile_places", torch.argsort(self.matrices[0].order).int())
 
     @property
     def nbytes(self) -> int:
@@ -95,24 +99,33 @@ class TiledWeight:
 
     @property
     def most_rows(self) -> int:
-        """Of one pass over the weights."""
+        """Of one pass over the weights with gemv.cu."""
         return max(self.launches)
+
+    @property
+    def some_rows(self) -> int:
+        """Up to which the weights are multiplied as they are packed."""
+        return self.most_rows if self.gemm is None else min(SOME_ROWS, self.gemm.most_rows)
+
+    def places_for(self, rows: int) -> Tensor | None:
+        """Where each column of x goes in arranged activations of so many rows, int32 [K]; None: x is taken as it is."""
+        if rows <= self.most_rows:
+            return self.places
+        return self.tile_places if rows <= self.some_rows else None
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dim() == 4:
             return self.partial_sums(x)
-        if x.shape[0] > FEW_ROWS:
+        if x.shape[0] > self.some_rows:
             return self.by_reconstruction(x)
-        return self.by_passes(x)
-
-    def by_passes(self, x: Tensor) -> Tensor:
-        """y float32, the weights read once per `most_rows` rows."""
-        sums = [add_up(self.partial_sums(arrange(rows, self.order))) for rows in torch.split(x, self.most_rows)]
-        return torch.cat(sums) if len(sums) > 1 else sums[0]
+        order = self.order if x.shape[0] <= self.most_rows else self.matrices[0].order.view(-1, 8).int()
+        return add_up(self.partial_sums(arrange(x, order)))
 
     def partial_sums(self, arranged: Tensor) -> Tensor:
         """Float32 [P, rows, width], whose sum over P, in order, is x W + bias, in one pass over the weights."""
         rows = arranged.shape[1]
+        if rows > self.most_rows and self.gemm is not None:
+            return self.gemm(arranged, self.width)
         launch = self.launches[min(most for most in self.launches if most >= rows)]
         plan = launch.plan
         parts = torch.empty(1 << plan.split, rows, self.width, device=arranged.device)
@@ -162,7 +175,19 @@ def join(matrices: Sequence[Tiled]) -> Weight:
     gpu = Gpu(properties.multi_processor_count, properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
     plans = [plan for rows in ROWS if (plan := make_plan([m.size for m in matrices], rows, gpu))]
     launches = {plan.rows: prepare(plan, matrices) for plan in plans}
-    return TiledWeight(tuple(matrices), fragment_order(first.order), launches, sum(m.columns for m in matrices))
+    gemm = make_gemm([m.size for m in matrices], _records(matrices), gpu)
+    return TiledWeight(tuple(matrices), fragment_order(first.order), launches, gemm, sum(m.columns for m in matrices))
+
+
+def _records(matrices: Sequence[Tiled]) -> Table:
+    """The structs Matrix [3] with their place in the result, without pieces and blocks."""
+    records = np.zeros(MAX_MATRICES, MATRIX)
+    offset = 0
+    for i, matrix in enumerate(matrices):
+        records[i] = matrix.record()[0]
+        records[i]["offset"] = offset
+        offset += matrix.columns
+    return records
 
 
 def add_up(parts: Tensor) -> Tensor:
