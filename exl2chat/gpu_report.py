@@ -11,17 +11,21 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from exl2chat.errors import ModelError
+from exl2chat.progress import Progress
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGE = Path(__file__).parent
 TESTS = PACKAGE.parent / "tests" / "gpu"
 # Everything that runs only on a GPU, beside the kernels.
 SOURCES = (
     "engine/decode_graphs.py",
+    "engine/shapes.py",
     "engine/step_benchmark.py",
     "engine/tiling.py",
     "ops/attention.py",
@@ -43,7 +47,7 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def write_report(file: Path) -> None:
+def write_report(file: Path, progress: Progress) -> None:
     """Run the GPU's tests and benchmarks and write what came out. ModelError where there is no GPU or no checkout."""
     import torch
 
@@ -53,13 +57,14 @@ def write_report(file: Path) -> None:
         )
     import cupy
 
-    from exl2chat.engine.step_benchmark import measure_steps
     from exl2chat.ops.kernel_benchmark import measure_crossover, measure_products, measure_read
 
+    progress("running the GPU's tests")
     tests = run_tests()
     device = torch.device("cuda")
     bandwidth = measure_read(device)
-    rows = [*measure_products(device, bandwidth), *measure_crossover(device), *measure_steps(device, bandwidth)]
+    progress("timing the kernels")
+    kernels = [*measure_products(device, bandwidth), *measure_crossover(device)]
     report = {
         "source_hash": source_hash(),
         "date": time.strftime("%Y-%m-%d"),
@@ -70,13 +75,26 @@ def write_report(file: Path) -> None:
         "cupy": cupy.__version__,
         "read_bytes_per_second": round(bandwidth),
         "tests": tests,
-        "rows": [
-            {key: round(value, 2) if isinstance(value, float) else value for key, value in asdict(row).items()}
-            | {"ratio": round(row.ratio, 3)}
-            for row in rows
-        ],
+        "rows": [row.as_object() for row in kernels],
+        "shapes": measure_shapes(device, bandwidth, progress),
     }
     file.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+
+
+def measure_shapes(device: "torch.device", bandwidth: float, progress: Progress) -> dict[str, list[dict[str, Any]]]:
+    """The rows of whole models by the name of their shape, as `exl2chat bench --shape` prints them."""
+    import torch
+
+    from exl2chat.engine.shapes import SHAPES, random_model
+    from exl2chat.engine.step_benchmark import SHORT_WORKLOAD, WORKLOAD, measure_steps
+
+    tables = {}
+    for name, work in (("llama-8b", WORKLOAD), ("llama-1b", SHORT_WORKLOAD)):
+        model = random_model(SHAPES[name], device, torch.float16, progress)
+        tables[name] = [row.as_object() for row in measure_steps(model, bandwidth, work, progress)]
+        del model
+        torch.cuda.empty_cache()
+    return tables
 
 
 def run_tests() -> dict[str, Any]:

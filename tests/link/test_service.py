@@ -22,7 +22,7 @@ LOAD = wire.Load(MODEL, dtype="float32", context=512)
 LAST = (wire.Ready, wire.Failed, wire.Finished)
 
 
-ROOM = 10 << 20
+ROOM = 16 << 20
 
 
 def ask(id="a", text="hello there", **fields):
