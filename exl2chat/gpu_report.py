@@ -6,6 +6,7 @@ CI has no GPU; a test compares the committed report with the sources (`exl2chat 
 import hashlib
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from exl2chat.errors import ModelError
 from exl2chat.progress import Progress
+from exl2chat.settings import child_environment
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +26,7 @@ PACKAGE = Path(__file__).parent
 TESTS = PACKAGE.parent / "tests" / "gpu"
 # Everything that runs only on a GPU, beside the kernels.
 SOURCES = (
+    "engine/checkup.py",
     "engine/decode_graphs.py",
     "engine/shapes.py",
     "engine/step_benchmark.py",
@@ -36,6 +39,8 @@ SOURCES = (
     "ops/tiles.py",
 )
 SECONDS = 540
+# The tools of compute-sanitizer, and what each says at its end.
+SANITIZERS = {"memcheck": r"ERROR SUMMARY: (\d+)", "racecheck": r"RACECHECK SUMMARY: (\d+)"}
 
 
 def source_hash() -> str:
@@ -75,6 +80,7 @@ def write_report(file: Path, progress: Progress) -> None:
         "cupy": cupy.__version__,
         "read_bytes_per_second": round(bandwidth),
         "tests": tests,
+        "sanitizer": run_sanitizer(),
         "rows": [row.as_object() for row in kernels],
         "shapes": measure_shapes(device, bandwidth, progress),
     }
@@ -106,3 +112,18 @@ def run_tests() -> dict[str, Any]:
         cases = list(ET.parse(results).getroot().iter("testcase"))
     bad = {tag: [c.attrib["name"] for c in cases if c.find(tag) is not None] for tag in ("failure", "error", "skipped")}
     return {"passed": len(cases) - sum(map(len, bad.values())), **bad}
+
+
+def run_sanitizer() -> dict[str, dict[str, Any]]:
+    """By tool of NVIDIA's compute-sanitizer: the cases that it watched, and how many errors or hazards it found."""
+    found = {}
+    for tool, summary in SANITIZERS.items():
+        command = ["compute-sanitizer", "--tool", tool, sys.executable, str(TESTS / "sanitize.py")]
+        environment = child_environment({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+        result = subprocess.run(
+            command, cwd=PACKAGE.parent, env=environment, timeout=SECONDS, check=False, capture_output=True, text=True
+        )
+        said = re.search(summary, result.stdout)
+        cases = re.findall(r"^case (.*):", result.stdout, re.MULTILINE)
+        found[tool] = {"cases": cases, "errors": int(said[1]) if said and result.returncode == 0 else -1}
+    return found

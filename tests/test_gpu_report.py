@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from exl2chat.gpu_report import source_hash
+from exl2chat.engine.checkup import FAMILIES
+from exl2chat.gpu_report import SANITIZERS, source_hash
 
 FILE = Path(__file__).parent.parent / "benchmarks" / "gpu-report.json"
 COMMAND = "run `exl2chat bench --report benchmarks/gpu-report.json` on a machine with a GPU"
@@ -39,6 +40,11 @@ def test_every_gpu_test_passed(report: dict) -> None:
     tests = report["tests"]
     assert tests["passed"] > 100
     assert not tests["failure"] + tests["error"] + tests["skipped"], COMMAND
+
+
+@pytest.mark.parametrize("tool", SANITIZERS)
+def test_the_sanitizer_found_nothing_in_any_family(report: dict, tool: str) -> None:
+    assert report["sanitizer"][tool] == {"cases": list(FAMILIES), "errors": 0}, COMMAND
 
 
 def test_no_kernel_is_missing(report: dict) -> None:

@@ -21,14 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exl2chat.errors import ModelError
+from exl2chat.errors import GPU_PACKAGES, ModelError
 from exl2chat.progress import Progress
 
 FOLDER = Path(__file__).parent
 OPTIONS = ("-std=c++17",)
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.MULTILINE)
 _ONCE = "#pragma once\n"
-INSTALL = "pip install 'exl2chat[cuda13]' (or cuda12, after the version of your driver), or run with --device cpu"
 
 # A kernel's arguments by value: a tensor is its address, an int 32 bits, a structured array its bytes.
 Argument = Tensor | int | np.ndarray[Any, Any]
@@ -164,7 +163,7 @@ def _module(name: str, device: int, defines: tuple[tuple[str, int], ...]) -> Any
     try:
         import cupy
     except ImportError as fault:
-        raise ModelError(f"the kernels need CuPy: {fault}", INSTALL) from None
+        raise ModelError(f"the kernels need CuPy: {fault}", GPU_PACKAGES) from None
     try:
         with cupy.cuda.Device(device):
             module = cupy.RawModule(code=source(name), options=options(dict(defines)), backend="nvrtc")
@@ -173,7 +172,7 @@ def _module(name: str, device: int, defines: tuple[tuple[str, int], ...]) -> Any
     except cupy.cuda.compiler.CompileException as fault:
         errors = [line for line in str(fault).splitlines() if "error" in line]
         variant = " ".join([name, *(f"{key}={value}" for key, value in defines)])
-        raise ModelError(f"kernel {variant} does not compile: {errors[0] if errors else fault}", INSTALL) from None
+        raise ModelError(f"kernel {variant} does not compile: {errors[0] if errors else fault}", GPU_PACKAGES) from None
 
 
 def _cell(argument: Argument) -> tuple[int, object]:
