@@ -74,6 +74,7 @@ def measure(folder: Path | None, shape: str | None, settings: Settings, progress
 
     from exl2chat.engine import placement
     from exl2chat.engine.benchmark import measure as measure_model
+    from exl2chat.engine.step_benchmark import as_objects
 
     device = placement.choose_device(settings["device"])
     dtype = placement.choose_dtype(settings["dtype"], device)
@@ -84,6 +85,8 @@ def measure(folder: Path | None, shape: str | None, settings: Settings, progress
     else:
         model, budget, quantization = _load(folder, device, dtype, settings["context"], progress)
     loaded = time.perf_counter()
+    model.warm_up(model.new_cache(budget.context), progress)
+    ready = time.perf_counter()
     bandwidth, rows = measure_model(model, budget.context, progress)
     return {
         "model": model.config.name,
@@ -95,8 +98,9 @@ def measure(folder: Path | None, shape: str | None, settings: Settings, progress
         "memory": str(budget),
         "weight_bytes": model.weight_bytes,
         "load_seconds": loaded - start,
+        "kernels_seconds": ready - loaded,
         "read_bytes_per_second": bandwidth,
-        "rows": [row.as_object() | {"tokens_per_second": row.per_second} for row in rows],
+        "rows": as_objects(rows),
     }
 
 
@@ -134,19 +138,28 @@ def show_report(report: Report) -> None:
     where = report["gpu"] or f"{report['threads']} {threads}"
     print(scrub_line(f"{report['model']}: {report['quantization']}, {report['dtype']}, {where}"))
     Console().print(as_table(report))
+    for ceiling in dict.fromkeys(row["ceiling"] for row in report["rows"]):
+        print(f"ceiling of {' and '.join(_kinds(report, ceiling))}: {ceiling}")
     print(f"load {report['weight_bytes'] / 1e6:.0f} MB in {report['load_seconds']:.1f} s; memory {report['memory']}")
     if report["read_bytes_per_second"]:
+        print(f"kernels ready in {report['kernels_seconds']:.1f} s; ", end="")
         print(f"the memory is read at {report['read_bytes_per_second'] / 1e12:.2f} TB/s")
+
+
+def _kinds(report: Report, ceiling: str) -> list[str]:
+    """Which rows are measured against it."""
+    names = [row["name"] for row in report["rows"] if row["ceiling"] == ceiling]
+    return list(dict.fromkeys("prompts" if name.startswith("prompt") else "replies" for name in names))
 
 
 def as_table(report: Report) -> Table:
     """The speeds, each with the share of its ceiling."""
     table = Table()
-    for name in ("", "tokens/s", "ms", "of the ceiling", "the ceiling"):
-        last = name == "the ceiling"
-        table.add_column(name, justify="left" if last or not name else "right", no_wrap=not last)
+    for name in ("", "tokens/s", "ms", "of its ceiling", "of one token"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for row in report["rows"]:
         speed, milliseconds = row["tokens_per_second"], row["microseconds"] / 1e3
         shown = f"{speed:,.0f}" if speed >= 1000 else f"{speed:.1f}"
-        table.add_row(row["name"], shown, f"{milliseconds:.2f}", f"{row['ratio']:.0%}", row["ceiling"])
+        times = f"{row['times_one']:.2f} x" if "times_one" in row else ""
+        table.add_row(row["name"], shown, f"{milliseconds:.2f}", f"{row['ratio']:.0%}", times)
     return table

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from exl2chat.errors import GPU_PACKAGES, ChatError
 from exl2chat.link.threads import worker_environment
 from exl2chat.model import hub
 from exl2chat.paths import Paths
+from exl2chat.progress import silent
 from exl2chat.safetext import scrub_line
 from exl2chat.settings import Settings, complete_environment, load_settings, terminal_only_prints
 
@@ -211,15 +213,18 @@ def check_bindings() -> Finding:
 
 
 def check_compiler() -> Finding:
-    """NVRTC and the headers it includes: the smallest kernel is compiled."""
+    """NVRTC and the headers it includes: every kernel of the checks that follow."""
     import torch
     from cupy.cuda import nvrtc
 
-    from exl2chat.kernels import load
+    from exl2chat.engine.checkup import FAMILIES
+    from exl2chat.ops import compile_for
 
-    load("read.cu", "read_all", torch.device("cuda")).compile()
-    major, minor = nvrtc.getVersion()
-    return Finding("compiler", f"NVRTC {major}.{minor}")
+    device, started = torch.device("cuda"), time.perf_counter()
+    with torch.inference_mode():
+        compile_for(lambda: [family.error(device) for family in FAMILIES.values()], silent)
+    seconds = time.perf_counter() - started
+    return Finding("compiler", "NVRTC {}.{}, kernels ready in {:.1f} s".format(*nvrtc.getVersion(), seconds))
 
 
 def families() -> tuple[str, ...]:

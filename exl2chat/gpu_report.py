@@ -92,12 +92,12 @@ def measure_shapes(device: "torch.device", bandwidth: float, progress: Progress)
     import torch
 
     from exl2chat.engine.shapes import SHAPES, random_model
-    from exl2chat.engine.step_benchmark import SHORT_WORKLOAD, WORKLOAD, measure_steps
+    from exl2chat.engine.step_benchmark import SHORT_WORKLOAD, WORKLOAD, as_objects, measure_steps
 
     tables = {}
     for name, work in (("llama-8b", WORKLOAD), ("llama-1b", SHORT_WORKLOAD)):
         model = random_model(SHAPES[name], device, torch.float16, progress)
-        tables[name] = [row.as_object() for row in measure_steps(model, bandwidth, work, progress)]
+        tables[name] = as_objects(measure_steps(model, bandwidth, work, progress))
         del model
         torch.cuda.empty_cache()
     return tables

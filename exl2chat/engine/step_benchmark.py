@@ -50,8 +50,18 @@ def measure_steps(model: Transformer, bandwidth: float, work: Workload, progress
     """
     cache = model.new_cache(work.room)
     cache.storage.normal_()
-    model.warm_up(cache, progress)
     return [*_prompts(model, cache, work, progress), *_steps(model, cache, bandwidth, work, progress)]
+
+
+def as_objects(rows: list[KernelRow]) -> list[dict[str, str | int | float]]:
+    """For JSON: `tokens_per_second`, and how many times as long several tokens in one step take as one (`times_one`)."""
+    single = {row.name: row.microseconds for row in rows}
+    objects = []
+    for row in rows:
+        figures = row.as_object() | {"tokens_per_second": round(row.rows * 1e6 / row.microseconds, 1)}
+        one = single.get("reply" + row.name[row.name.find(" at context") :])
+        objects.append(figures | {"times_one": round(row.microseconds / one, 3)} if one and row.rows > 1 else figures)
+    return objects
 
 
 def _steps(model: Transformer, cache: KVCache, bandwidth: float, work: Workload, progress: Progress) -> list[KernelRow]:

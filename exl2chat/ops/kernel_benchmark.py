@@ -37,11 +37,6 @@ class KernelRow:
     def ratio(self) -> float:
         return self.ceiling_microseconds / self.microseconds
 
-    @property
-    def per_second(self) -> float:
-        """Rows, which are tokens where a whole model was timed."""
-        return self.rows * 1e6 / self.microseconds
-
     def as_object(self) -> dict[str, str | int | float]:
         """For JSON; `ratio` is the share of the ceiling that was reached."""
         return {

@@ -1,4 +1,4 @@
-"""One small case of every family of kernels, to be run under NVIDIA's compute-sanitizer; `exl2chat bench --report` does.
+"""One small case of every family of kernels for NVIDIA's compute-sanitizer, which `exl2chat bench --report` runs.
 
 By hand, in a checkout: `compute-sanitizer --tool memcheck python tests/gpu/sanitize.py` (or racecheck). With
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 every tensor is an allocation of its own, so that memcheck sees where it ends.

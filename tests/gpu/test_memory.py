@@ -65,7 +65,7 @@ def test_a_reply_without_memory_is_one_message_and_the_next_one_works(tmp_path: 
         if isinstance(event, wire.Failed):
             hog.__exit__(None, None, None)
 
-    events = serve(tmp_path, act, wire.Load(MODEL, "cuda"), ask("a", 900), ask("b", 900))
+    events = serve(tmp_path, act, wire.Load(MODEL, "cuda"), ask("a", 600), ask("b", 600))
     failed = next(event for event in events if isinstance(event, wire.Failed))
     assert (failed.id, failed.message) == ("a", "out of memory")
     assert "--ctx" in failed.remedy
@@ -87,7 +87,7 @@ def test_no_kernel_is_compiled_after_a_load(tmp_path: Path) -> None:
         if isinstance(event, wire.Ready):
             before.append(kernels._module.cache_info().misses)
 
-    prompts = [ask(f"{words}", words) for words in (1, 12, 30, 60, 200, 900)]
+    prompts = [ask(f"{words}", words) for words in (1, 12, 30, 60, 200, 600)]
     events = serve(tmp_path, act, wire.Load(MODEL, "cuda"), *prompts)
     assert sum(isinstance(event, wire.Finished) for event in events) == len(prompts)
     assert kernels._module.cache_info().misses == before[0]
