@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
@@ -153,9 +154,9 @@ def _kinds(report: Report, ceiling: str) -> list[str]:
 
 
 def as_table(report: Report) -> Table:
-    """The speeds, each with the share of its ceiling."""
-    table = Table()
-    for name in ("", "tokens/s", "ms", "of its ceiling", "of one token"):
+    """The speeds, each with the share of its ceiling; several tokens at once also as a multiple of one."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for name in ("", "tokens/s", "ms", "of ceiling", "of one"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for row in report["rows"]:
         speed, milliseconds = row["tokens_per_second"], row["microseconds"] / 1e3

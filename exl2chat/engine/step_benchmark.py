@@ -54,7 +54,7 @@ def measure_steps(model: Transformer, bandwidth: float, work: Workload, progress
 
 
 def as_objects(rows: list[KernelRow]) -> list[dict[str, str | int | float]]:
-    """For JSON: `tokens_per_second`, and how many times as long several tokens in one step take as one (`times_one`)."""
+    """For JSON: `tokens_per_second`, and how many times as long several tokens at once take as one (`times_one`)."""
     single = {row.name: row.microseconds for row in rows}
     objects = []
     for row in rows:
@@ -70,7 +70,7 @@ def _steps(model: Transformer, cache: KVCache, bandwidth: float, work: Workload,
         seen = cache.storage[..., 0, 0, :].nbytes * context
         ceiling = (model.weights.read_bytes + seen) / bandwidth
         for rows in work.rows:
-            name = f"reply at context {context}" if rows == 1 else f"{rows} tokens in one step at context {context}"
+            name = f"reply at context {context}" if rows == 1 else f"{rows} tokens at once at context {context}"
             progress(name)
             seconds = _median_seconds(partial(_step, model, cache, [1] * rows, context), STEPS)
             result.append(KernelRow(name, rows, seconds * 1e6, ceiling * 1e6, "a read of the weights and the cache"))
