@@ -38,7 +38,10 @@ class LoadedModel:
         return self.tokenizer.encode_chat(self.template.render(turns, continue_final=continuing))
 
     def recover(self) -> None:
-        """After a reply that failed: give back what it held, so that the next one finds all the memory there is."""
+        """After a reply that failed: give back what it held, so that the next one finds all the memory there is.
+
+        What CUDA raises here it would raise at every call from now on: this process is of no more use.
+        """
         gc.collect()
         if self.transformer.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -70,7 +70,7 @@ class Service:
                 self._queue.put(None)
 
     def run(self) -> None:
-        """Answer requests until Shutdown."""
+        """Answer requests until Shutdown. Raises only where a GPU will answer no more (`LoadedModel.recover`)."""
         while (job := self._queue.get()) is not None:
             outcome = self._outcome(job)
             self._emit(outcome)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda.bindings import driver
 
 from exl2chat import kernels
 from exl2chat.errors import ModelError
@@ -112,3 +113,21 @@ def test_launching_without_a_compiler_is_the_same_error(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "cupy", None)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="CuPy"):
         kernels.load("gate.cu", "nothing", CUDA, NONE=1).compile()
+
+
+@pytest.mark.parametrize(
+    ("status", "fault"),
+    [
+        (driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY, MemoryError),
+        (driver.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, MemoryError),
+        (driver.CUresult.CUDA_ERROR_INVALID_VALUE, RuntimeError),
+    ],
+)
+def test_a_launch_that_fails_names_the_kernel_and_tells_a_lack_of_memory(
+    monkeypatch: pytest.MonkeyPatch, status: driver.CUresult, fault: type[Exception]
+) -> None:
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", lambda *_: (status,))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(kernels.Kernel, "compile", lambda _: SimpleNamespace(handle=0, overlaps=False))
+    with pytest.raises(fault, match=rf"silu_half.*{status.name}"):
+        kernels.load("gate.cu", "silu_half", CUDA).launch((1, 1), 32, 0)

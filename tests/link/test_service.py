@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from exl2chat.engine import placement
+from exl2chat.engine.loader import LoadedModel
 from exl2chat.engine.transformer import Transformer
 from exl2chat.link import host
 from exl2chat.link import protocol as wire
@@ -276,6 +277,23 @@ def test_a_reply_without_memory_says_what_to_change_and_the_next_one_works(tmp_p
     assert (last(events).message, last(events).status) == ("out of memory", 1)
     assert "--ctx, now 512" in last(events).remedy
     assert text_of(events, "b") == text_of(whole) != ""
+
+
+def test_a_gpu_that_answers_no_more_ends_the_process_once_the_reply_is_told(tmp_path, monkeypatch):
+    """A CUDA error leaves a context of no use: whoever supervises the process starts another."""
+
+    def broken(*_args, **_options):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    events = []
+    service = Service(Paths.default(tmp_path), events.append)
+    monkeypatch.setattr(Transformer, "forward", broken)
+    monkeypatch.setattr(LoadedModel, "recover", broken)
+    service.submit(LOAD)
+    service.submit(ask())
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        service.run()
+    assert "illegal memory access" in last(events).message
 
 
 def test_a_context_that_had_to_shrink_is_told(tmp_path, monkeypatch):
