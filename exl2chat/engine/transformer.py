@@ -61,21 +61,21 @@ class Transformer:
         if self.device.type != "cuda":
             return
 
-        def step(count: int, start: int) -> None:
+        def take(count: int, start: int) -> None:
             cache.length = start
             cache.reserve(count)
-            self._step(torch.zeros(count, dtype=torch.int64, device=self.device), cache, True)
+            self.step(torch.zeros(count, dtype=torch.int64, device=self.device), cache, True)
 
         counts = [count for count in REHEARSED if count <= cache.capacity]
 
         def rehearse() -> None:
             for count in counts:
-                step(count, 0)
-                step(count, cache.capacity - count)
+                take(count, 0)
+                take(count, cache.capacity - count)
 
         compile_for(rehearse, progress)
         progress("trying the largest step")
-        step(counts[-1], cache.capacity - counts[-1])
+        take(counts[-1], cache.capacity - counts[-1])
         cache.truncate(0)
 
     @torch.inference_mode()
@@ -88,15 +88,16 @@ class Transformer:
         count = tokens.shape[0]
         cache.reserve(count)
         if count <= self.ops.recorded_rows:
-            logits = cache.graphs.run(tokens, lambda tokens: self._step(tokens, cache, False))
+            logits = cache.graphs.run(tokens, lambda tokens: self.step(tokens, cache, False))
             logits = logits[-1:] if last_only else logits
         else:
-            logits = self._step(tokens, cache, last_only)
+            logits = self.step(tokens, cache, last_only)
         cache.length += count
         return logits
 
-    def _step(self, tokens: Tensor, cache: KVCache, last_only: bool) -> Tensor:
-        """The logits of tokens for which the cache has room."""
+    def step(self, tokens: Tensor, cache: KVCache, last_only: bool) -> Tensor:
+        """The logits of tokens for which the cache has room, as `forward`, but that `cache.length` stays as it is. With
+        up to `ops.recorded_rows` tokens they follow those before `cache.position`, whatever the length."""
         config, weights, ops = self.config, self.weights, self.ops
         heads = Heads(
             config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale, config.attention_softcap

@@ -26,6 +26,8 @@ from exl2chat.progress import Progress
 
 FOLDER = Path(__file__).parent
 OPTIONS = ("-std=c++17",)
+# wgmma is an instruction of this architecture alone, not of those that follow; NVRTC takes the last that it is given.
+HOPPER_OPTIONS = ("-arch=sm_90a",)
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.MULTILINE)
 _ONCE = "#pragma once\n"
 
@@ -166,7 +168,10 @@ def _module(name: str, device: int, defines: tuple[tuple[str, int], ...]) -> Any
         raise ModelError(f"the kernels need CuPy: {fault}", GPU_PACKAGES) from None
     try:
         with cupy.cuda.Device(device):
-            module = cupy.RawModule(code=source(name), options=options(dict(defines)), backend="nvrtc")
+            flags = options(dict(defines)) + (
+                HOPPER_OPTIONS if torch.cuda.get_device_capability(device)[0] == 9 else ()
+            )
+            module = cupy.RawModule(code=source(name), options=flags, backend="nvrtc")
             module.compile()
             return module
     except cupy.cuda.compiler.CompileException as fault:

@@ -19,7 +19,7 @@ from exl2chat.kernels import FOLDER, options, source
 from exl2chat.ops import cuda
 from exl2chat.ops.plan import ROWS, SHAPES
 
-ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
 FAST = "--Ofast-compile=max"
 HEAD_DIMS = (64, 80, 96, 128, 256)
 Job = tuple[str, dict[str, int]]

@@ -90,6 +90,7 @@ def fake_cupy(monkeypatch: pytest.MonkeyPatch, log: str) -> None:
     compiler = SimpleNamespace(CompileException=CompileException)
     fake = SimpleNamespace(cuda=SimpleNamespace(Device=Device, compiler=compiler), RawModule=module)
     monkeypatch.setitem(sys.modules, "cupy", fake)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
 
 
 def test_a_kernel_that_does_not_compile_is_named_with_the_first_error(monkeypatch: pytest.MonkeyPatch) -> None:
