@@ -39,7 +39,7 @@ def measure(model: Transformer, room: int, progress: Progress) -> tuple[float | 
         progress("measuring the memory")
         bandwidth = measure_read(model.device)
         return bandwidth, measure_steps(model, bandwidth, work, progress)
-    prompts = [measure_prefill(model, length, progress) for length in work.prompts or (room,)]
+    prompts = [measure_prefill(model, length, progress) for length in work.prompts]
     return None, [*prompts, *(measure_decoding(model, context, progress) for context in work.contexts)]
 
 

@@ -15,7 +15,7 @@ from exl2chat.ops.tiles import QUAD, STRIP, TILE, find_runs, pack_codes, pack_ex
 
 TOLERANCE = 2e-3  # of rms over rms; a float16 has 11 bits
 INPUTS, COLUMNS = 512, 96
-ROWS = (1, 5, 16, 40, FEW_ROWS + 1)
+ROWS = (1, 5, 16, 40, FEW_ROWS + 1, 600)
 NEXT = Plain(torch.empty(0), None)  # a matrix that takes rows as they are
 
 
@@ -93,17 +93,23 @@ def rows(device: torch.device) -> float:
 
 
 def attention(device: torch.device) -> float:
-    """A prompt, then steps of one and of several tokens, over caches in float16 and, for the reference, in float32."""
+    """A prompt, then steps of one and of several tokens: over all tokens, in a window, and with a soft cap."""
+    return max(_attention_error(device, window, cap) for window, cap in ((None, None), (64, None), (None, 20.0)))
+
+
+def _attention_error(device: torch.device, window: int | None, cap: float | None) -> float:
+    """Over a cache in float16, and for the reference one in float32."""
     config = SHAPES["tiny"].config()
-    heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale, None)
+    heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale, cap)
+    windows = (window,) * config.num_layers
     ops = cuda.CudaOps(device)
     ours, truth = (KVCache(config, 512, device, dtype) for dtype in (torch.float16, torch.float32))
     worst = 0.0
     for count in (300, 1, 5):
         qkv = torch.randn(count, (heads.queries + 2 * heads.groups) * heads.size, device=device).half()
         ours.reserve(count)
-        attend = ops.attends(ours, count, heads, config.windows)[0]
-        expect = reference.attends(truth, count, heads, config.windows)[0]
+        attend = ops.attends(ours, count, heads, windows)[0]
+        expect = reference.attends(truth, count, heads, windows)[0]
         worst = max(worst, relative(attend(qkv, None, NEXT), expect(qkv.float(), None, NEXT)))
         ours.length += count
         truth.length += count

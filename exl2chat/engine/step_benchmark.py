@@ -33,9 +33,9 @@ class Workload:
         return max((*(context + max(self.rows) for context in self.contexts), *self.prompts))
 
     def within(self, room: int) -> "Workload":
-        """As much of it as a cache for `room` tokens allows."""
+        """As much of it as a cache for `room` tokens allows, and one prompt in any case."""
         contexts = tuple(context for context in self.contexts if context + max(self.rows) <= room)
-        return Workload(contexts, self.rows, tuple(prompt for prompt in self.prompts if prompt <= room))
+        return Workload(contexts, self.rows, tuple(prompt for prompt in self.prompts if prompt <= room) or (room,))
 
 
 WORKLOAD = Workload(contexts=(128, 4096, 32768), rows=(1, 5), prompts=(2048, 8192))
