@@ -93,10 +93,11 @@ class Loading(Record, frozen=True):
 
 
 class Ready(Record, frozen=True):
-    """The model answers from now on."""
+    """The model answers from now on. `note` is what the user should know of how it was loaded; it may be empty."""
 
     model: ModelInfo
     seconds: float
+    note: str = ""
 
 
 class Prefill(Record, frozen=True):
