@@ -22,12 +22,16 @@ TESTS = PACKAGE.parent / "tests" / "gpu"
 # Everything that runs only on a GPU, beside the kernels.
 SOURCES = (
     "engine/decode_graphs.py",
+    "engine/device_decoder.py",
+    "engine/device_penalties.py",
+    "engine/device_steps.py",
     "engine/step_benchmark.py",
     "engine/tiling.py",
     "ops/attention.py",
     "ops/cuda.py",
     "ops/kernel_benchmark.py",
     "ops/plan.py",
+    "ops/sample.py",
     "ops/tiled.py",
     "ops/tiles.py",
 )

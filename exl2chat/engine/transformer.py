@@ -62,15 +62,16 @@ class Transformer:
         count = tokens.shape[0]
         cache.reserve(count)
         if count <= self.ops.recorded_rows:
-            logits = cache.graphs.run(tokens, lambda tokens: self._step(tokens, cache, False))
+            logits = cache.graphs.run(tokens, lambda tokens: self.step(tokens, cache, False))
             logits = logits[-1:] if last_only else logits
         else:
-            logits = self._step(tokens, cache, last_only)
+            logits = self.step(tokens, cache, last_only)
         cache.length += count
         return logits
 
-    def _step(self, tokens: Tensor, cache: KVCache, last_only: bool) -> Tensor:
-        """The logits of tokens for which the cache has room."""
+    def step(self, tokens: Tensor, cache: KVCache, last_only: bool) -> Tensor:
+        """The logits of tokens for which the cache has room, as `forward`, but that `cache.length` stays as it is. With
+        up to `ops.recorded_rows` tokens they follow those before `cache.position`, whatever the length."""
         config, weights, ops = self.config, self.weights, self.ops
         heads = Heads(
             config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale, config.attention_softcap
