@@ -16,41 +16,50 @@ __device__ __forceinline__ u64 share(double p, u64 total) {
     return max(min((u64)ceil(p * (double)total), total), (u64)1);
 }
 
-__device__ __forceinline__ Cut find_cut(const Row& row, const Shared& shared) {
-    __shared__ Cut cut;
-    constexpr int OWN = BINS / THREADS;
-    u64 counts[OWN], weights[OWN], count = 0, weight = 0;
-    if (threadIdx.x == 0) cut = {BINS, -1, false, 0, 0, 0};
+// The bins that a thread looks at.
+struct Bins {
+    static constexpr int COUNT = BINS / THREADS;
+    u32 counts[COUNT];
+    u64 weights[COUNT];
+
+    __device__ __forceinline__ explicit Bins(const Shared& shared) {
 #pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        count += counts[i] = shared.counts[threadIdx.x * OWN + i];
-        weight += weights[i] = shared.weights[threadIdx.x * OWN + i];
-    }
-    const u64 counted = row.top_k ? sum_to(count) - count : 0, weighed = row.top_p < 1 ? sum_to(weight) - weight : 0;
-    __syncthreads();
-    if (threadIdx.x == THREADS - 1) cut.total = weighed + weight;
-    __syncthreads();
-    u64 before = counted, weight_before = weighed;
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        if (row.top_k && before < row.top_k && before + counts[i] >= row.top_k) {
-            const int bin = threadIdx.x * OWN + i;
-            cut = {bin, bin, true, (u32)before, weight_before, weight_before};
+        for (int i = 0; i < COUNT; i++) {
+            counts[i] = shared.counts[threadIdx.x * COUNT + i];
+            weights[i] = shared.weights[threadIdx.x * COUNT + i];
         }
-        before += counts[i], weight_before += weights[i];
+    }
+};
+
+__device__ __forceinline__ Cut find_cut(const Row& row, const Bins& own) {
+    __shared__ Cut cut;
+    u64 counted = 0, weighed = 0;
+#pragma unroll
+    for (int i = 0; i < Bins::COUNT; i++) counted += own.counts[i], weighed += own.weights[i];
+    if (threadIdx.x == 0) cut = {BINS, -1, false, 0, 0, 0};
+    const u64 count = row.top_k ? sum_to(counted) : 0, weight = row.top_p < 1 ? sum_to(weighed) : 0;
+    counted = count - counted, weighed = weight - weighed;
+    __syncthreads();
+    if (threadIdx.x == THREADS - 1) cut.total = weight;
+    __syncthreads();
+    u64 before = counted, lighter = weighed;
+#pragma unroll
+    for (int i = 0; i < Bins::COUNT; i++) {
+        const int bin = threadIdx.x * Bins::COUNT + i;
+        if (before < row.top_k && before + own.counts[i] >= row.top_k) cut = {bin, bin, true, (u32)before, lighter, lighter};
+        before += own.counts[i], lighter += own.weights[i];
     }
     __syncthreads();
     if (row.top_p >= 1) return cut;
     const u64 wanted = share(row.top_p, cut.total);
-    before = counted, weight_before = weighed;
     __syncthreads();
+    before = counted, lighter = weighed;
 #pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        if (weight_before < wanted && weight_before + weights[i] >= wanted) {
-            cut.first = threadIdx.x * OWN + i, cut.counted = (u32)before, cut.weighed = weight_before;
-            if (!cut.limited) cut.last = cut.first;
-        }
-        before += counts[i], weight_before += weights[i];
+    for (int i = 0; i < Bins::COUNT; i++) {
+        const int bin = threadIdx.x * Bins::COUNT + i;
+        if (lighter < wanted && lighter + own.weights[i] >= wanted)
+            cut = {bin, cut.limited ? cut.last : bin, cut.limited, (u32)before, lighter, cut.total};
+        before += own.counts[i], lighter += own.weights[i];
     }
     __syncthreads();
     return cut;
@@ -58,36 +67,40 @@ __device__ __forceinline__ Cut find_cut(const Row& row, const Shared& shared) {
 
 // The key of the last of the likeliest tokens of `list` that together reach `wanted`, in number or in weight, among those
 // with keys from `least` on. Digit by digit of the key, from the first in which the list differs.
-__device__ __forceinline__ u64 find_key(const u64* list, int length, u64 least, bool by_weight, u64 wanted, float best) {
-    __shared__ u32 counts[1 << DIGIT];
-    __shared__ u64 weights[1 << DIGIT], rest;
+__device__ __noinline__ u64 find_key(const u64* list, int length, u64 least, bool by_weight, u64 wanted, float best) {
+    constexpr int BITS = 8, DIGITS = 1 << BITS;
+    __shared__ u32 counts[DIGITS], low[DIGITS], high[DIGITS];
+    __shared__ u64 rest;
     __shared__ int digit, alone;
-    const u64 some = __ldcg(list);
+    const int own = DIGITS - 1 - threadIdx.x;  // the first thread looks at the likeliest
     u64 differing = 0;
-    for (int i = threadIdx.x; i < length; i += THREADS) differing |= __ldcg(list + i) ^ some;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < length; i += THREADS) differing |= list[i] ^ list[0];
     differing = reduce(differing, [](u64 a, u64 b) { return a | b; });
-    int high = 64 - __clzll(differing);
-    u64 found = some >> high << high;
-    while (high > 0) {
-        const int shift = max(high - DIGIT, 0), own = (1 << DIGIT) - 1 - threadIdx.x;
-        counts[threadIdx.x] = weights[threadIdx.x] = 0;
+    int open = 64 - __clzll(differing);  // the bits of the key that are not found yet
+    u64 found = list[0] >> open << open;
+    while (open) {
+        const int shift = max(open - BITS, 0);
+        if (own >= 0) counts[own] = low[own] = high[own] = 0;
         __syncthreads();
+#pragma unroll 1
         for (int i = threadIdx.x; i < length; i += THREADS) {
-            const u64 key = __ldcg(list + i);
-            if (key < least || key >> high != found >> high) continue;
-            const int at = (int)(key >> shift) & ((1 << (high - shift)) - 1);
+            const u64 key = list[i];
+            if (key < least || key >> open != found >> open) continue;
+            const int at = (int)(key >> shift) & ((1 << (open - shift)) - 1);
             atomicAdd(counts + at, 1);
-            if (by_weight) atomicAdd(weights + at, weight_of(best - score_of(key)));
+            if (by_weight) add(low + at, high + at, weight_of(best - score_of(key)));
         }
         __syncthreads();
-        const u64 amount = by_weight ? weights[own] : counts[own], reached = sum_to(amount);
+        const u32 count = own >= 0 ? counts[own] : 0;
+        const u64 amount = own < 0 ? 0 : by_weight ? (u64)high[own] << 32 | low[own] : count, reached = sum_to(amount);
         if (reached >= wanted && reached - amount < wanted)
-            digit = own, alone = counts[own] == 1, rest = wanted - (reached - amount);
+            digit = own, alone = count == 1, rest = wanted - (reached - amount);
         __syncthreads();
-        found |= (u64)digit << shift, wanted = rest, high = alone ? 0 : shift;
+        found |= (u64)digit << shift, wanted = rest, open = alone ? 0 : shift;
         __syncthreads();
     }
-    return found;
+    return max(found, least);
 }
 
 // The smallest key of `list` that is kept, given what its bins are.
@@ -98,8 +111,9 @@ __device__ __forceinline__ u64 least_key(const Row& row, const Cut& cut, const u
     u64 total = cut.total;
     if (cut.limited) {
         u64 more = 0;
+#pragma unroll 1
         for (int i = threadIdx.x; i < length; i += THREADS) {
-            const u64 key = __ldcg(list + i);
+            const u64 key = list[i];
             if (key >= least) more += weight_of(best - score_of(key));
         }
         total = cut.weighed + reduce(more, [](u64 a, u64 b) { return a + b; });

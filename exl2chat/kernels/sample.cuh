@@ -19,9 +19,10 @@ struct Row {
     int top_k, greedy, reach, decay, mask, unused;  // top_k 0 and top_p 1 are off
 };
 
-constexpr int THREADS = 256, EACH = 4, BINS = 1024, DIGIT = 8, ID_BITS = 20;
-constexpr int HALF = 21;  // a block adds at most 1024 weights, of up to 2^42
+constexpr int THREADS = 512, WARPS = THREADS / 32, EACH = 2, BINS = 1024, ID_BITS = 20;
 constexpr float BINS_PER_NAT = 24, UNIT = 4398046511104.f;
+constexpr int NEAR = 2048;  // listed tokens that shared memory holds; more are read from where they are
+constexpr float LOWEST = -3.4e38f;
 constexpr float ROUGH = 1e-3f;  // what the rough noise may be wrong by, many times over
 
 // What the blocks of a row share; zero between steps.
@@ -69,24 +70,30 @@ __device__ __forceinline__ int bin_of(float below) {
 
 __device__ __forceinline__ u64 weight_of(float below) { return __float2ull_rn(expf(-below) * UNIT); }
 
+// Adds to a sum of 64 bits in shared memory, which adds 32 at a time.
+__device__ __forceinline__ void add(u32* low, u32* high, u64 value) {
+    const u32 before = atomicAdd(low, (u32)value), more = (u32)(value >> 32) + (before + (u32)value < before);
+    if (more) atomicAdd(high, more);
+}
+
 // What `join` makes of the values of all threads, in every thread.
 template <typename T, typename Join>
 __device__ __forceinline__ T reduce(T value, Join join) {
-    __shared__ T warps[THREADS / 32];
+    __shared__ T warps[WARPS];
 #pragma unroll
     for (int step = 16; step; step >>= 1) value = join(value, __shfl_xor_sync(~0u, value, step));
     __syncthreads();
     if ((threadIdx.x & 31) == 0) warps[threadIdx.x >> 5] = value;
     __syncthreads();
-    value = warps[0];
+    value = warps[threadIdx.x % WARPS];
 #pragma unroll
-    for (int warp = 1; warp < THREADS / 32; warp++) value = join(value, warps[warp]);
+    for (int step = WARPS / 2; step; step >>= 1) value = join(value, __shfl_xor_sync(~0u, value, step));
     return value;
 }
 
 // The sum of the values of the threads up to this one.
 __device__ __forceinline__ u64 sum_to(u64 value) {
-    __shared__ u64 warps[THREADS / 32];
+    __shared__ u64 warps[WARPS];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
     for (int step = 1; step < 32; step <<= 1) {
