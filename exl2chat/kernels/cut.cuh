@@ -3,14 +3,6 @@
 #pragma once
 #include "sample.cuh"
 
-// What top-k and top-p leave of the bins: those before `first` are kept, those after `last` are not, and of those
-// between the tokens must be looked at. `counted` and `weighed` are the tokens and the weight before `first`.
-struct Cut {
-    int first, last, limited;  // limited: whether top-k leaves any token out
-    u32 counted;
-    u64 weighed, total;        // total: the weight that top-p takes its share of, unless that is cut by top-k
-};
-
 // The weight that the kept tokens must reach.
 __device__ __forceinline__ u64 share(double p, u64 total) {
     return max(min((u64)ceil(p * (double)total), total), (u64)1);
@@ -33,14 +25,12 @@ struct Bins {
 
 __device__ __forceinline__ Cut find_cut(const Row& row, const Bins& own) {
     __shared__ Cut cut;
-    u64 counted = 0, weighed = 0;
+    u64 counted = 0, weighed = 0, count = 0, weight = 0;
 #pragma unroll
     for (int i = 0; i < Bins::COUNT; i++) counted += own.counts[i], weighed += own.weights[i];
-    if (threadIdx.x == 0) cut = {BINS, -1, false, 0, 0, 0};
-    const u64 count = row.top_k ? sum_to(counted) : 0, weight = row.top_p < 1 ? sum_to(weighed) : 0;
-    counted = count - counted, weighed = weight - weighed;
-    __syncthreads();
-    if (threadIdx.x == THREADS - 1) cut.total = weight;
+    if (row.top_k) counted = sum_to(counted, count) - counted;
+    if (row.top_p < 1) weighed = sum_to(weighed, weight) - weighed;
+    if (threadIdx.x == 0) cut = {BINS, -1, false, 0, 0, weight};
     __syncthreads();
     u64 before = counted, lighter = weighed;
 #pragma unroll
@@ -65,58 +55,77 @@ __device__ __forceinline__ Cut find_cut(const Row& row, const Bins& own) {
     return cut;
 }
 
-// The key of the last of the likeliest tokens of `list` that together reach `wanted`, in number or in weight, among those
-// with keys from `least` on. Digit by digit of the key, from the first in which the list differs.
-__device__ __noinline__ u64 find_key(const u64* list, int length, u64 least, bool by_weight, u64 wanted, float best) {
-    constexpr int BITS = 8, DIGITS = 1 << BITS;
+// Tokens between two bins: where they are, and the bits of a key less `base` that may be other than 0.
+struct List {
+    const u64* keys;
+    int length, bits;
+    u64 base;
+    float best;
+
+    __device__ List(const u64* keys, int length, const Cut& cut, float best) : keys(keys), length(length), best(best) {
+        // Further by a bin than the bins are, so that nothing that was rounded lies beyond.
+        const float high = __fsub_ru(best, max(cut.first - 1, 0) / BINS_PER_NAT);
+        base = key_of(__fsub_rd(best, (cut.last + 2) / BINS_PER_NAT), LAST_ID);
+        bits = 64 - __clzll(key_of(high, 0) - base);
+    }
+};
+
+// The likeliest tokens of a list that together reach `wanted`, in number or in weight, out of those with keys from `least`
+// on: the key of the last of them, found 8 bits at a time.
+__device__ __noinline__ u64 find_key(const List& list, u64 least, bool by_weight, u64 wanted) {
+    constexpr int BITS = 8, DIGITS = 1 << BITS, OWN = DIGITS / 32;
     __shared__ u32 counts[DIGITS], low[DIGITS], high[DIGITS];
     __shared__ u64 rest;
     __shared__ int digit, alone;
-    const int own = DIGITS - 1 - threadIdx.x;  // the first thread looks at the likeliest
-    u64 differing = 0;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < length; i += THREADS) differing |= list[i] ^ list[0];
-    differing = reduce(differing, [](u64 a, u64 b) { return a | b; });
-    int open = 64 - __clzll(differing);  // the bits of the key that are not found yet
-    u64 found = list[0] >> open << open;
+    u64 found = 0;
+    int open = list.bits;  // bits that are not found yet
     while (open) {
         const int shift = max(open - BITS, 0);
-        if (own >= 0) counts[own] = low[own] = high[own] = 0;
+        if (threadIdx.x < DIGITS) counts[threadIdx.x] = low[threadIdx.x] = high[threadIdx.x] = 0;
         __syncthreads();
 #pragma unroll 1
-        for (int i = threadIdx.x; i < length; i += THREADS) {
-            const u64 key = list[i];
-            if (key < least || key >> open != found >> open) continue;
+        for (int i = threadIdx.x; i < list.length; i += THREADS) {
+            const u64 key = list.keys[i] - list.base;
+            if (list.keys[i] < least || key >> open != found >> open) continue;
             const int at = (int)(key >> shift) & ((1 << (open - shift)) - 1);
             atomicAdd(counts + at, 1);
-            if (by_weight) add(low + at, high + at, weight_of(best - score_of(key)));
+            if (by_weight) add(low + at, high + at, weight_of(list.best - score_of(list.keys[i])));
         }
         __syncthreads();
-        const u32 count = own >= 0 ? counts[own] : 0;
-        const u64 amount = own < 0 ? 0 : by_weight ? (u64)high[own] << 32 | low[own] : count, reached = sum_to(amount);
-        if (reached >= wanted && reached - amount < wanted)
-            digit = own, alone = count == 1, rest = wanted - (reached - amount);
+        if (threadIdx.x < 32) {
+            u64 amounts[OWN], sum = 0;  // the first lane looks at the likeliest
+            const int first = DIGITS - 1 - threadIdx.x * OWN;
+#pragma unroll
+            for (int i = 0; i < OWN; i++) {
+                amounts[i] = by_weight ? (u64)high[first - i] << 32 | low[first - i] : counts[first - i];
+                sum += amounts[i];
+            }
+            u64 before = warp_sum_to(sum) - sum;
+#pragma unroll
+            for (int i = 0; i < OWN; i++) {
+                if (before < wanted && before + amounts[i] >= wanted)
+                    digit = first - i, alone = counts[first - i] == 1, rest = wanted - before;
+                before += amounts[i];
+            }
+        }
         __syncthreads();
         found |= (u64)digit << shift, wanted = rest, open = alone ? 0 : shift;
-        __syncthreads();
     }
-    return max(found, least);
+    return max(found + list.base, least);
 }
 
-// The smallest key of `list` that is kept, given what its bins are.
-__device__ __forceinline__ u64 least_key(const Row& row, const Cut& cut, const u64* list, int length, float best) {
-    u64 least = 0;
-    if (cut.limited) least = find_key(list, length, 0, false, row.top_k - cut.counted, best);
+// The smallest key of `list` that is kept.
+__device__ __forceinline__ u64 least_key(const Row& row, const Cut& cut, const List& list) {
+    u64 least = 0, total = cut.total;
+    if (cut.limited) least = find_key(list, 0, false, row.top_k - cut.counted);
     if (row.top_p >= 1) return least;
-    u64 total = cut.total;
     if (cut.limited) {
-        u64 more = 0;
+        u64 weight = 0;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < length; i += THREADS) {
-            const u64 key = list[i];
-            if (key >= least) more += weight_of(best - score_of(key));
-        }
-        total = cut.weighed + reduce(more, [](u64 a, u64 b) { return a + b; });
+        for (int i = threadIdx.x; i < list.length; i += THREADS)
+            if (list.keys[i] >= least) weight += weight_of(list.best - score_of(list.keys[i]));
+        sum_to(weight, total);
+        total += cut.weighed;
     }
-    return find_key(list, length, least, true, share(row.top_p, total) - cut.weighed, best);
+    return find_key(list, least, true, share(row.top_p, total) - cut.weighed);
 }

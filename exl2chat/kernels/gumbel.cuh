@@ -26,28 +26,45 @@ __device__ __forceinline__ float rough_noise(u64 bits) {
     return -__logf(to_end < 0.05f ? series : -__logf(to_start));
 }
 
-__device__ __forceinline__ Pick likelier(const Pick& a, const Pick& b) {
-    return a.value > b.value || (a.value == b.value && a.id < b.id) ? a : b;
+__device__ __forceinline__ u64 order_of(double x) {
+    const u64 bits = __double_as_longlong(x), sign = 1ull << 63;
+    return bits & sign ? ~bits : bits | sign;
 }
 
-__device__ __forceinline__ Pick __shfl_xor_sync(u32 mask, const Pick& pick, int step) {
-    return {::__shfl_xor_sync(mask, pick.value, step), ::__shfl_xor_sync(mask, pick.id, step), 0};
+__device__ __forceinline__ double number_of(u64 order) {
+    const u64 sign = 1ull << 63;
+    return __longlong_as_double(order & sign ? order ^ sign : ~order);
 }
 
-// A draw from tokens that several threads look at in turn: first `rough` of each, then `exact` of those that may win.
+// A draw by one block: every thread offers its tokens, at a rough value; what may win is then taken at its exact one.
 struct Draw {
     u64 seed;
     float best, bound;
     Pick pick;
 
-    __device__ Draw(u64 seed, float best) : seed(seed), best(best), bound(LOWEST), pick{LOWEST, 0, 0} {}
+    __device__ Draw(u64 seed, float best) : seed(seed), best(best), bound(LOWEST), pick{0, 0, 0} {}
     __device__ u64 bits(int id) const { return splitmix(seed, id) >> 12; }
-    __device__ float value(float score, int id) const { return rough_noise(bits(id)) - (best - score); }
-    __device__ void rough(float score, int id) { bound = max(bound, value(score, id)); }
-    __device__ void share() {
-        bound = reduce(bound, [](float a, float b) { return max(a, b); }) - ROUGH;
+    __device__ float rough(float score, int id) const { return rough_noise(bits(id)) - (best - score); }
+    __device__ float rough(const Pick& other) const { return (float)(number_of(other.value) - best); }
+
+    __device__ void offer(float value) { bound = max(bound, value); }
+    __device__ void close() { bound = number_of(largest(order_of(bound))) - ROUGH; }
+    __device__ void take(const Pick& other) {
+        if (other.value > pick.value || (other.value == pick.value && other.id < pick.id)) pick = other;
     }
-    __device__ void exact(float score, int id) {
-        if (value(score, id) >= bound) pick = likelier({__dadd_rn(score, noise_of(bits(id))), id, 0}, pick);
+    __device__ void take(float score, int id) {
+        if (rough(score, id) >= bound) take({order_of(__dadd_rn(score, noise_of(bits(id)))), id, 0});
+    }
+
+    // The pick of the block; of value 0 where nothing was taken.
+    __device__ Pick settle() const {
+        __shared__ Pick won;
+        if (threadIdx.x == 0) won = {0, LAST_ID, 0};
+        __syncthreads();
+        if (pick.value) atomicMax(&won.value, pick.value);
+        __syncthreads();
+        if (pick.value && pick.value == won.value) atomicMin(&won.id, pick.id);
+        __syncthreads();
+        return won;
     }
 };

@@ -3,13 +3,14 @@
 //
 //     score    scores = penalised logits / temperature; the best of them
 //     weigh    how many scores, and how much probability, lie 0/24 to 1/24, 1/24 to 2/24, ... below the best
-//     choose   the bins that top-k and top-p keep whole, and the one or few that they cut; the token drawn
+//     sift     which of these bins top-k and top-p keep whole, and which they cut; a draw from the former
+//     draw     what is kept of the tokens in a cut bin, and the draw from everything that is
 //
 // Probabilities exp(score - best) are integers, 2^42 for the best, so that their sums do not depend on their order. A
 // token more than 1024/24 = 42.7 below the best is left out: the noise of two tokens differs by at most 40.4.
 //
 // layout    Problem and Row, below; logits [rows, stride] float32, of which the first `count` are tokens
-// launch    grid (ceil(count / 1024), rows), 512 threads, for all three
+// launch    grid (blocks, rows) with blocks = ceil(count / 1024), (1, rows) for draw; 512 threads
 // limits    count at most 2^20. NaN or a best that is infinite gives the token -1 (and 0 as the next step's)
 // numerics  penalties float64 and the quotient float32, as NumPy rounds them; noise the same bits, its logarithms float64;
 //           float32 exp within 2 ulp, as NumPy's: a token whose probability top-p ends in may differ by 1e-7 of the sum.
@@ -24,8 +25,8 @@ __device__ __forceinline__ int token_of(int i) { return (blockIdx.x * EACH + i) 
 
 extern "C" __global__ void __launch_bounds__(THREADS) score(const Problem p) {
     release_successor();
-    await_predecessor();
     const Row row = p.rows[blockIdx.y];
+    await_predecessor();
     float scores[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; i++)
@@ -41,8 +42,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) score(const Problem p) {
         p.scores[(size_t)blockIdx.y * p.count + token_of(i)] = scores[i];
         best = max(best, key_of(scores[i], token_of(i)));
     }
-    best = reduce(best, [](u64 a, u64 b) { return max(a, b); });
-    if (threadIdx.x == 0) atomicMax(&p.shared[blockIdx.y].best, best);
+    const u32 order = largest((u32)(best >> ID_BITS)), rest = largest(order == best >> ID_BITS ? (u32)best & LAST_ID : 0);
+    if (threadIdx.x == 0) atomicMax(&p.shared[blockIdx.y].best, (u64)order << ID_BITS | rest);
 }
 
 // The scores that a thread looks at; NaN beyond the last.
@@ -62,8 +63,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) weigh(const Problem p) {
     __shared__ u32 counts[BINS], low[BINS], high[BINS];
     release_successor();
     for (int bin = threadIdx.x; bin < BINS; bin += THREADS) counts[bin] = low[bin] = high[bin] = 0;
-    await_predecessor();
     const Row row = p.rows[blockIdx.y];
+    await_predecessor();
     Shared& shared = p.shared[blockIdx.y];
     const Scores scores(p);
     const u64 best = shared.best;
@@ -85,89 +86,89 @@ extern "C" __global__ void __launch_bounds__(THREADS) weigh(const Problem p) {
     }
 }
 
-// The draw of this block from the bins that are kept whole; the tokens of the others go to `list`.
-__device__ __forceinline__ Pick draw_kept(const Scores& scores, const Cut& cut, Draw draw, float least, u64* list,
-                                          u32* listed) {
+extern "C" __global__ void __launch_bounds__(THREADS) sift(const Problem p) {
+    release_successor();
+    const Row row = p.rows[blockIdx.y];
+    await_predecessor();
+    Shared& shared = p.shared[blockIdx.y];
+    const u64 best = shared.best;
+    const Scores scores(p);
+    const Bins bins(shared);
+    Draw draw(splitmix(row.seed, *row.position + 1), score_of(best));
+    if (row.greedy || !is_number(best)) return;
+    const float least = __fadd_rn(draw.best, row.least);
+    const Cut cut = find_cut(row, bins);
     bool kept[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-        const int bin = bin_of(draw.best - scores.at[i]);
-        if (bin >= cut.first && bin <= cut.last) list[atomicAdd(listed, 1)] = key_of(scores.at[i], token_of(i));
-        kept[i] = bin < min(cut.first, BINS) && scores.at[i] >= least;
-        if (kept[i]) draw.rough(scores.at[i], token_of(i));
+        const float score = scores.at[i];
+        const int bin = bin_of(draw.best - score);
+        if (bin >= cut.first && bin <= cut.last)
+            p.list[(size_t)blockIdx.y * p.count + atomicAdd(&shared.listed, 1)] = key_of(score, token_of(i));
+        kept[i] = bin < min(cut.first, BINS) && score >= least;
+        if (kept[i]) draw.offer(draw.rough(score, token_of(i)));
     }
-    draw.share();
+    draw.close();
 #pragma unroll
     for (int i = 0; i < EACH; i++)
-        if (kept[i]) draw.exact(scores.at[i], token_of(i));
-    return reduce(draw.pick, likelier);
+        if (kept[i]) draw.take(scores.at[i], token_of(i));
+    const Pick pick = draw.settle();
+    if (threadIdx.x) return;
+    p.picks[blockIdx.y * gridDim.x + blockIdx.x] = pick;
+    if (blockIdx.x == 0) shared.cut = cut;
 }
 
-// The draw of the row: from the tokens listed, as far as they are kept, and from what the blocks have drawn.
-__device__ __forceinline__ int draw_last(const Row& row, const Cut& cut, Draw draw, float least, const u64* list,
-                                         int length, const Pick* picks) {
+// The token drawn from those listed, as far as they are kept, and from what the blocks of `sift` picked.
+__device__ __forceinline__ int draw_last(const Row& row, Draw draw, const Cut& cut, List list, const Pick* picks,
+                                         int blocks) {
     __shared__ u64 near[NEAR];
-#pragma unroll 1
-    for (int i = threadIdx.x; i < gridDim.x; i += THREADS) draw.pick = likelier(picks[i], draw.pick);
-    if (length && length <= NEAR) {
-#pragma unroll 1
-        for (int i = threadIdx.x; i < length; i += THREADS) near[i] = list[i];
-        list = near;
+    if (list.length <= NEAR) {
+        for (int i = threadIdx.x; i < list.length; i += THREADS) near[i] = list.keys[i];
+        list.keys = near;
         __syncthreads();
     }
-    if (length) {
-        const u64 last = max(least_key(row, cut, list, length, draw.best), key_of(least, (1 << ID_BITS) - 1));
+    u64 last = key_of(__fadd_rn(draw.best, row.least), LAST_ID);
+    if (list.length) last = max(last, least_key(row, cut, list));
 #pragma unroll 1
-        for (int i = threadIdx.x; i < length; i += THREADS)
-            if (list[i] >= last) draw.rough(score_of(list[i]), id_of(list[i]));
-        draw.share();
+    for (int i = threadIdx.x; i < list.length; i += THREADS)
+        if (list.keys[i] >= last) draw.offer(draw.rough(score_of(list.keys[i]), id_of(list.keys[i])));
 #pragma unroll 1
-        for (int i = threadIdx.x; i < length; i += THREADS)
-            if (list[i] >= last) draw.exact(score_of(list[i]), id_of(list[i]));
-    }
-    return reduce(draw.pick, likelier).id;
+    for (int i = threadIdx.x; i < blocks; i += THREADS)
+        if (picks[i].value) draw.offer(draw.rough(picks[i]));
+    draw.close();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < list.length; i += THREADS)
+        if (list.keys[i] >= last) draw.take(score_of(list.keys[i]), id_of(list.keys[i]));
+#pragma unroll 1
+    for (int i = threadIdx.x; i < blocks; i += THREADS)
+        if (picks[i].value && draw.rough(picks[i]) >= draw.bound) draw.take(picks[i]);
+    return draw.settle().id;
 }
 
-// By one block: the token becomes part of the sequence, and what the blocks share is as it was before.
+// The token becomes part of the sequence, and what the blocks share is as it was before.
 __device__ __forceinline__ void finish(const Row& row, int token, int newest, Shared& shared) {
     for (int bin = threadIdx.x; bin < BINS; bin += THREADS) shared.counts[bin] = shared.weights[bin] = 0;
     if (threadIdx.x) return;
-    shared.best = shared.listed = shared.arrived = 0;
+    shared.best = shared.listed = 0;
     *row.position = newest;
     *row.token = max(token, 0);
     row.results[newest & row.mask] = token;
     if (row.seen && token >= 0) count_token(row, token, newest);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) choose(const Problem p) {
-    __shared__ bool last;
+extern "C" __global__ void __launch_bounds__(THREADS) draw(const Problem p, int blocks) {
     release_successor();
-    await_predecessor();
     const Row row = p.rows[blockIdx.y];
+    await_predecessor();
     Shared& shared = p.shared[blockIdx.y];
-    const u64 first = shared.best;
-    const Scores scores(p);
-    const Bins bins(shared);
+    const u64 best = shared.best;
+    const Cut cut = shared.cut;
     const int newest = *row.position + 1;
-    if (row.greedy || !is_number(first)) {
-        if (blockIdx.x == 0) finish(row, is_number(first) ? id_of(first) : -1, newest, shared);
-        return;
+    int token = is_number(best) ? id_of(best) : -1;
+    if (!row.greedy && token >= 0) {
+        const List list(p.list + (size_t)blockIdx.y * p.count, shared.listed, cut, score_of(best));
+        const Draw draw(splitmix(row.seed, newest), list.best);
+        token = draw_last(row, draw, cut, list, p.picks + (size_t)blockIdx.y * blocks, blocks);
     }
-    const float best = score_of(first), least = __fadd_rn(best, row.least);
-    const Cut cut = find_cut(row, bins);
-    const Draw draw(splitmix(row.seed, newest), best);
-    u64* list = p.list + (size_t)blockIdx.y * p.count;
-    Pick* picks = p.picks + blockIdx.y * gridDim.x;
-    const Pick pick = draw_kept(scores, cut, draw, least, list, &shared.listed);
-    __threadfence();  // the list
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        picks[blockIdx.x] = pick;
-        __threadfence();
-        last = atomicAdd(&shared.arrived, 1) == gridDim.x - 1;
-    }
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
-    finish(row, draw_last(row, cut, draw, least, list, shared.listed, picks), newest, shared);
+    finish(row, token, newest, shared);
 }

@@ -20,7 +20,7 @@ PROBLEM = np.dtype(
     + [(name, np.int32) for name in ("count", "stride")]
 )
 PICK_BYTES = 16
-SHARED_BYTES = 16 + 1024 * (4 + 8)
+SHARED_BYTES = 16 + 32 + 1024 * (4 + 8)
 THREADS = 512
 PER_BLOCK = 2 * THREADS
 MOST_TOKENS = 1 << 20
@@ -32,7 +32,8 @@ class TokenSampler:
     def __init__(self, device: torch.device, vocabulary: int, rows: int = 1) -> None:
         blocks = -(-vocabulary // PER_BLOCK)
         self._grid = (blocks, rows)
-        self._kernels = [kernels.load("sample.cu", name, device) for name in ("score", "weigh", "choose")]
+        self._kernels = [kernels.load("sample.cu", name, device) for name in ("score", "weigh", "sift")]
+        self._draw = kernels.load("sample.cu", "draw", device)
         self._memory = {
             "rows": torch.zeros(rows, ROW.itemsize, dtype=torch.uint8, device=device),
             "scores": torch.empty(rows, vocabulary, device=device),
@@ -54,3 +55,5 @@ class TokenSampler:
         self._problem["logits"], self._problem["stride"] = logits.data_ptr(), logits.stride(0)
         for kernel in self._kernels:
             kernel.launch(self._grid, THREADS, 0, self._problem)
+        blocks, rows = self._grid
+        self._draw.launch((1, rows), THREADS, 0, self._problem, blocks)

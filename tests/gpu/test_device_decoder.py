@@ -95,11 +95,11 @@ def test_no_step_in_flight_writes_beyond_the_context() -> None:
 
 
 def test_a_stop_id_ends_the_reply_that_steps_in_flight_went_on_with() -> None:
-    whole = reply(generator(GOLDEN[0]), PROMPT, Sampling(temperature=0), 40)
+    whole = reply(generator(GOLDEN[0]), PROMPT, SETTINGS[2], 40)
     end = next(token for i, token in enumerate(whole) if i > 5 and token not in whole[:i])
     subject = generator(GOLDEN[0])
     subject.set_stop_conditions([end])
-    assert reply(subject, PROMPT, Sampling(temperature=0), 40) == whole[: whole.index(end) + 1]
+    assert reply(subject, PROMPT, SETTINGS[2], 40) == whole[: whole.index(end) + 1]
 
 
 def test_logits_that_are_not_numbers_end_the_reply_and_no_more() -> None:
