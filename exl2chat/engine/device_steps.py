@@ -82,7 +82,11 @@ def sampling_row(settings: Sampling, vocabulary: int, tensors: Mapping[str, Tens
     row = np.zeros(1, ROW)
     for name, tensor in tensors.items():
         row[name] = tensor.data_ptr()
-    row["seed"], row["greedy"], row["temperature"] = settings.seed, settings.temperature <= COLDEST, settings.temperature
+    row["seed"], row["greedy"], row["temperature"] = (
+        settings.seed,
+        settings.temperature <= COLDEST,
+        settings.temperature,
+    )
     row["top_k"] = settings.top_k if settings.top_k < vocabulary else 0
     row["top_p"] = settings.top_p
     row["least"] = math.log(settings.min_p) if settings.min_p else -math.inf

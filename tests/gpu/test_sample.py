@@ -98,7 +98,9 @@ def test_tokens_are_those_of_the_host(vocabulary: int) -> None:
             assert token == Sampler(one, prompt).sample(row, len(prompt)), one
 
 
-@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(17, 1, 0), (0, 0.6, 0), (40, 0.5, 0), (0, 1, 0.8), (60, 0.9, 0.9)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(17, 1, 0), (0, 0.6, 0), (40, 0.5, 0), (0, 1, 0.8), (60, 0.9, 0.9)]
+)
 def test_the_last_candidate_is_drawn_and_the_next_is_not(top_k: int, top_p: float, min_p: float) -> None:
     """Flat logits make all candidates about as likely: 2560 draws miss few of them."""
     rng = np.random.default_rng(1)
