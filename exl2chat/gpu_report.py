@@ -25,6 +25,7 @@ SOURCES = (
     "engine/device_decoder.py",
     "engine/device_penalties.py",
     "engine/device_steps.py",
+    "engine/reply_benchmark.py",
     "engine/step_benchmark.py",
     "engine/tiling.py",
     "ops/attention.py",

@@ -8,10 +8,12 @@ import torch
 from numpy.typing import NDArray
 
 from exl2chat.engine.cache import KVCache
-from exl2chat.engine.device_decoder import DeviceDecoder, Steps
+from exl2chat.engine.device_decoder import DeviceDecoder
 from exl2chat.engine.device_steps import DeviceSteps
 from exl2chat.engine.sampler import Sampler
+from exl2chat.engine.samplers.vocabulary import Vocabulary
 from exl2chat.engine.transformer import Transformer
+from exl2chat.ops.sample import MOST_TOKENS
 from exl2chat.settings import Sampling
 
 # What kernels/sample.cu knows of `Sampling`. With any other field set the host samples.
@@ -40,12 +42,9 @@ class Decoder(Protocol):
 class HostDecoder:
     """One step at a time, its logits brought to the host."""
 
-    def __init__(
-        self, model: Transformer, cache: KVCache, settings: Sampling, tokens: Sequence[int], host: torch.Tensor
-    ) -> None:
-        """`host` [V] float32 is where the logits go, pinned memory when they come from a GPU."""
-        self._model, self._cache, self._host = model, cache, host
-        self._sampler = Sampler(settings, tokens)
+    def __init__(self, model: Transformer, cache: KVCache, sampler: Sampler, host: torch.Tensor) -> None:
+        """Draws from the first len(host) tokens. `host` float32 is where logits from a GPU go, in pinned memory."""
+        self._model, self._cache, self._sampler, self._host = model, cache, sampler, host
 
     @property
     def seed(self) -> int:
@@ -55,35 +54,37 @@ class HostDecoder:
         self._cache.truncate(len(tokens) - 1)
         missing = torch.tensor(tokens[self._cache.length :], dtype=torch.int64, device=self._model.device)
         logits = self._model.forward(missing, self._cache, last_only=True)[-1]
-        token = self._sampler.sample(self._on_host(logits), len(tokens))
+        token = self._sampler.sample(self._on_host(logits[: len(self._host)]), len(tokens))
         self._sampler.observe(token)
         return token
 
     def _on_host(self, logits: torch.Tensor) -> NDArray[np.float32]:
-        self._host.copy_(logits[: len(self._host)], non_blocking=True)
-        if logits.is_cuda:
-            torch.cuda.current_stream().synchronize()
+        if not logits.is_cuda:
+            return logits.numpy()
+        self._host.copy_(logits, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
         return self._host.numpy()
 
 
 class Decoders:
-    """The decoders of one model over one cache, which draw from the first `vocabulary` tokens."""
+    """The decoders of one model over one cache, which draw from the first `size` tokens of the vocabulary."""
 
-    def __init__(self, model: Transformer, cache: KVCache, vocabulary: int) -> None:
-        self._model, self._cache, self._vocabulary = model, cache, vocabulary
-        self._host = torch.empty(vocabulary, pin_memory=model.device.type == "cuda")
-        self._steps: Steps | None = None
+    def __init__(self, model: Transformer, cache: KVCache, vocabulary: Vocabulary, size: int) -> None:
+        self._model, self._cache, self._vocabulary, self._size = model, cache, vocabulary, size
+        self._host = torch.empty(size, pin_memory=model.device.type == "cuda")
+        self._steps: DeviceSteps | None = None
 
     def choose(self, settings: Sampling, tokens: Sequence[int], longest: int) -> Decoder:
         """That of a reply to the prompt `tokens`, with which the sequence has `longest` tokens at most."""
-        if self._model.device.type == "cuda" and self._model.ops.recorded_rows and known_to_device(settings):
-            return DeviceDecoder(self._device_steps(), self._cache, settings, longest)
-        return HostDecoder(self._model, self._cache, settings, tokens, self._host)
+        if runs_on_device(self._model, self._size) and known_to_device(settings):
+            self._steps = self._steps or DeviceSteps(self._model, self._cache, self._size)
+            return DeviceDecoder(self._steps, self._cache, settings, longest)
+        return HostDecoder(self._model, self._cache, Sampler(settings, tokens, self._vocabulary), self._host)
 
-    def _device_steps(self) -> Steps:
-        if self._steps is None:
-            self._steps = DeviceSteps(self._model, self._cache, self._vocabulary)
-        return self._steps
+
+def runs_on_device(model: Transformer, size: int) -> bool:
+    """Whether the steps of `model` are recorded, and kernels/sample.cu can draw from `size` tokens."""
+    return model.device.type == "cuda" and model.ops.recorded_rows > 0 and size <= MOST_TOKENS
 
 
 def known_to_device(settings: Sampling) -> bool:

@@ -14,7 +14,7 @@ from exl2chat.engine.cache import KVCache
 from exl2chat.engine.decode_graphs import Recorded
 from exl2chat.engine.device_decoder import Take
 from exl2chat.engine.device_penalties import DeviceWindow, count_window
-from exl2chat.engine.sampler import COLDEST
+from exl2chat.engine.samplers.reshaping import COLDEST
 from exl2chat.engine.transformer import Transformer
 from exl2chat.ops.sample import ROW, TokenSampler
 from exl2chat.settings import Sampling

@@ -8,51 +8,42 @@ from statistics import median
 import torch
 
 from exl2chat.engine.cache import KVCache
-from exl2chat.engine.generators.streaming import StreamingGenerator
+from exl2chat.engine.reply_benchmark import REPLY, measure_reply
 from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.engine.weights import LayerWeights, Weights
 from exl2chat.model.arch import find_arch
 from exl2chat.model.config import ModelConfig
-from exl2chat.model.detokenizer import Detokenizer, Piece
 from exl2chat.model.rope_config import Rope
 from exl2chat.ops import select
-from exl2chat.ops.kernel_benchmark import BODY, BODY_BITS, HEAD, HEAD_BITS, LAYERS, KernelRow, random_weight, time_graph
+from exl2chat.ops.kernel_benchmark import BODY, BODY_BITS, HEAD, HEAD_BITS, LAYERS, KernelRow, random_weight
 from exl2chat.ops.packed import Norm, pack_norm
-from exl2chat.settings import Sampling
 
 HIDDEN, (VOCABULARY,) = HEAD
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 CONTEXTS = (128, 4096, 32768)
-VERIFIED = 5
+ROWS = 5
 PROMPT = 2048
 STEPS = 40
-TURNS = 7
-SAMPLING = Sampling(temperature=0.8, top_k=50, top_p=0.95, seed=1)
 
 
 def measure_steps(device: torch.device, bandwidth: float) -> list[KernelRow]:
-    """A prompt's time; then, at each context, a token of a reply as a generator streams it, and a step of 5 tokens, the
-    logits of the last one on the host.
+    """Replies as a generator streams them; steps of 5 tokens, the logits of the last one on the host; a prompt's time.
 
     The ceiling of a step is a read, at `bandwidth` bytes per second, of the packed weights and of the cache that it
-    looks at; that of a prompt is the products of its tokens with float16 copies of the matrices, by torch.mm. A reply is
-    also compared with the graph of its steps alone, which neither draws a token nor waits for the host.
+    looks at; that of a prompt is the products of its tokens with float16 copies of the matrices, by torch.mm.
     """
     model = random_model(device)
-    cache = model.new_cache(max(CONTEXTS) + (TURNS + 1) * STEPS)
+    cache = model.new_cache(max(CONTEXTS) + REPLY)
+    cache.storage.normal_()
     prompt = _median_seconds(lambda: _read_prompt(model, cache), 4)
     result = [KernelRow(f"prompt of {PROMPT}", PROMPT, prompt * 1e6, _prompt_ceiling(device) * 1e6, "torch.mm")]
-    generator = StreamingGenerator(model, cache, _OneLetter())  # type: ignore[arg-type]
     for context in CONTEXTS:
         seen = cache.storage[..., 0, 0, :].nbytes * context
-        ceiling = (model.weights.read_bytes + seen) / bandwidth * 1e6
-        read = "a read of the weights and the cache"
-        token = _token_seconds(generator, context) * 1e6
-        result.append(KernelRow(f"token of a reply at context {context}", 1, token, ceiling, read))
-        bare = _bare_seconds(model, cache, context) * 1e6
-        result.append(KernelRow(f"token of a reply at context {context}", 1, token, bare, "its graph alone"))
-        several = _median_seconds(partial(_step, model, cache, [1] * VERIFIED, context), STEPS) * 1e6
-        result.append(KernelRow(f"step at context {context}", VERIFIED, several, ceiling, read))
+        ceiling = (model.weights.read_bytes + seen) / bandwidth
+        result += measure_reply(model, cache, context, ceiling)
+        seconds = _median_seconds(partial(_step, model, cache, [1] * ROWS, context), STEPS)
+        name = f"step at context {context}"
+        result.append(KernelRow(name, ROWS, seconds * 1e6, ceiling * 1e6, "a read of the weights and the cache"))
     return result
 
 
@@ -89,39 +80,6 @@ def random_model(device: torch.device) -> Transformer:
     weights = Weights(embedding, layers, norm(), random_weight(*HEAD, HEAD_BITS, device))
     ops = select(device, torch.float16, HEAD_DIM, HIDDEN, config.intermediate_size)
     return Transformer(config, weights, device, torch.float16, ops)
-
-
-class _OneLetter:
-    """A tokenizer as far as a generator needs one: every token is a letter."""
-
-    eos_ids = frozenset[int]()
-
-    def token_of(self, _token: int) -> str:
-        return "a"
-
-    def detokenizer(self, _special: bool, continuing: bool) -> Detokenizer:
-        return Detokenizer(lambda _: Piece(b"a", b"a"), continuing)
-
-
-def _token_seconds(generator: StreamingGenerator, context: int) -> float:
-    """Seconds per token of a reply to a prompt of `context` tokens: the median over turns of STEPS tokens."""
-    generator.begin_stream_ex([1] * (context + 1), SAMPLING)
-    seconds = []
-    for _ in range(1 + TURNS):
-        started = time.perf_counter()
-        for _ in range(STEPS):
-            generator.stream_ex()
-        seconds.append((time.perf_counter() - started) / STEPS)
-    return median(seconds[1:])
-
-
-@torch.inference_mode()
-def _bare_seconds(model: Transformer, cache: KVCache, context: int) -> float:
-    """Seconds of the graph of a step of one token after `context`."""
-    torch.cuda.synchronize()
-    cache.position.fill_(context)
-    token = torch.ones(1, dtype=torch.int64, device=model.device)
-    return time_graph(lambda: model.step(token, cache, last_only=False))
 
 
 def _step(model: Transformer, cache: KVCache, tokens: list[int], context: int) -> None:

@@ -73,7 +73,7 @@ def wander(subject: StreamingGenerator) -> list[list[int]]:
         for _ in range(chance.choice((0, 1, 2, 3, 5, 40))):
             subject.stream_ex()
         sequences.append(subject.tokens)
-        conversation = subject.tokens[: chance.randint(1, len(subject.tokens))][:80] + [chance.randrange(200)]
+        conversation = [*subject.tokens[: chance.randint(1, len(subject.tokens))][:80], chance.randrange(200)]
     return sequences
 
 

@@ -8,6 +8,7 @@ import torch
 
 from exl2chat.engine.cache import KVCache
 from exl2chat.engine.decoders import Decoder, Decoders
+from exl2chat.engine.samplers.vocabulary import Vocabulary
 from exl2chat.engine.stopping import StopConditions, StopReason, StopStrings
 from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.errors import ChatError, ContextError, UsageError
@@ -76,7 +77,7 @@ class StreamingGenerator:
     def __init__(self, model: Transformer, cache: KVCache, tokenizer: Tokenizer) -> None:
         self._model, self._cache, self._tokenizer = model, cache, tokenizer
         self._vocabulary = _known_ids(tokenizer, model.config.vocab_size)
-        self._decoders = Decoders(model, cache, self._vocabulary)
+        self._decoders = Decoders(model, cache, Vocabulary(tokenizer), self._vocabulary)
         self._conditions = StopConditions(tokenizer.eos_ids)
         self._reply: _Reply | None = None
         self._filled = 0
