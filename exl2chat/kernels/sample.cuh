@@ -5,7 +5,7 @@
 
 typedef unsigned long long u64;
 
-// A sequence. The token drawn is at position + 1 of it. Fields below `greedy` are read only where a token is drawn.
+// A sequence, and how its next token is drawn. Settings do not change within a step: they are read before the wait.
 struct Row {
     u64 seed;
     double repetition, presence, frequency, top_p;

@@ -205,6 +205,8 @@ def test_the_cache_used_by_another_is_taken_up_again() -> None:
     subject.begin_stream_ex([1, 2, 3], SETTINGS[1], max_new_tokens=9)
     results = [subject.stream_ex() for _ in range(4)]
     device.memory.truncate(2)
+    device.forward(torch.tensor([9, 9, 9]), device.memory, last_only=True)
+    device.memory.truncate(2)
     results += [subject.stream_ex() for _ in range(5)]
     assert results == expected
 
