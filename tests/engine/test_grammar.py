@@ -311,9 +311,9 @@ def test_forced_tokens_can_be_taken_as_they_are(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama2"])
-def test_a_grammar_of_the_empty_text_is_finished_at_once(kind: str) -> None:
+def test_a_grammar_of_the_empty_text_allows_the_end_alone(kind: str) -> None:
     constraint = compile_regex(table(kind), "")
-    assert constraint.finished
+    assert constraint.accepting
     np.testing.assert_array_equal(np.flatnonzero(constraint.mask()), table(kind).end_ids)
 
 
