@@ -84,6 +84,12 @@ def test_skew_is_what_a_skewed_uniform_number_draws(value: float) -> None:
     np.testing.assert_allclose(softmax(skew(chosen, value).logits)[order], frequencies, atol=1e-4)
 
 
+def test_skew_drops_what_underflows() -> None:
+    kept = skew(candidates(np.array([0, 3, -1000, 2], np.float32)), 0.5)
+    assert kept.ids.tolist() == [0, 1, 3]
+    assert np.isfinite(kept.logits).all()
+
+
 # Truncation
 
 
@@ -233,13 +239,6 @@ def test_xtc_drops_the_top_choices_in_whatever_order_the_vocabulary_has_them(ord
     result = xtc(of_probabilities(*probabilities.tolist()), 0.1, NOBODY)
     left = dict(zip(probabilities[result.ids].tolist(), softmax(result.logits).tolist(), strict=True))
     assert left == pytest.approx({0.15: 0.75, 0.05: 0.25})
-
-
-@given(LOGITS, st.floats(3, 9))
-def test_a_strong_skew_drops_what_underflows(logits: np.ndarray, value: float) -> None:
-    kept = skew(candidates(logits), value)
-    assert len(kept.ids) >= 1
-    assert np.isfinite(kept.logits).all()
 
 
 # Order where it must not matter

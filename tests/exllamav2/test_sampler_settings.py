@@ -231,7 +231,7 @@ def test_a_draw_reports_the_token_its_probability_and_the_likeliest(tokenizer: E
     assert top.tolist() == [[[4, 7, -1]], [[11, -1, -1]]]
     assert probability[0, 0] == top_probabilities[0, 0, [4, 7].index(int(token[0, 0]))]
     assert (probability.shape, end) == ((2, 1), False)
-    assert torch.equal(logits, before), "B-14: there the caller's logits are changed"
+    assert torch.equal(logits, before)
 
 
 def test_draws_follow_the_random_number(tokenizer: ExLlamaV2Tokenizer) -> None:
@@ -246,7 +246,14 @@ def test_draws_follow_the_random_number(tokenizer: ExLlamaV2Tokenizer) -> None:
 def test_blocked_tokens_are_not_drawn(tokenizer: ExLlamaV2Tokenizer) -> None:
     logits = torch.zeros(1, 1, tokenizer.get_vocab_size())
     logits[0, 0, [4, 7]] = torch.tensor([9.0, 8.0])
+    before = logits.clone()
     assert draw(tokenizer, logits, Settings.greedy(), blocked_tokens=[4])[0].item() == 7
+    assert torch.equal(logits, before), "B-14: there the caller's logits are changed"
+
+
+def test_rows_that_are_alike_are_drawn_apart(tokenizer: ExLlamaV2Tokenizer) -> None:
+    tokens = draw(tokenizer, torch.zeros(4, 1, tokenizer.get_vocab_size()), Settings(**OFF))[0]
+    assert len(set(tokens.flatten().tolist())) == 4
 
 
 @pytest.mark.parametrize("name", ["prefix_token", "filters", "filter_prefer_eos"])
