@@ -35,7 +35,7 @@ class GrammarConstraint:
 
     @property
     def accepting(self) -> bool:
-        return self._healed is None and not self._ended and bool(self._matcher.is_accepting())
+        return self._healed is None and bool(self._matcher.is_accepting())
 
     @property
     def finished(self) -> bool:
@@ -46,7 +46,7 @@ class GrammarConstraint:
         self._advances.clear()
         self._ended = False
         self._healed = None if healed is None else self._table.texts[healed]
-        self._opening = not continuing and healed is None
+        self._opening = not continuing
 
     def mask(self) -> NDArray[np.bool_]:
         if self._ended:
@@ -59,8 +59,8 @@ class GrammarConstraint:
             allowed = rows[self._table.openings] if self._opening else rows[: self._table.size]
             self._check()
             if self._opening:
-                allowed[self._table.silent] = not self._matcher.is_stopped()
-        allowed[self._table.end_ids] = self.accepting or self._ended
+                allowed[self._table.silent] = allowed.any()  # of use only if something follows
+        allowed[self._table.end_ids] = self.accepting
         if not allowed.any():
             raise ChatError("no token of this model can continue the reply as the grammar asks", "relax the grammar")
         return allowed

@@ -30,7 +30,7 @@ class ExLlamaV2PrefixFilter(ExLlamaV2Filter):
 
     def begin(self, prefix_str: str) -> None:
         strings = without_longer([prefix_str + prefix for prefix in self.prefix_strings])
-        lark = f"start: ({' | '.join(map(lark_string, strings))}) REST\nREST: /(?s:.*)/"
+        lark = f"start: PREFIX REST\nPREFIX: {' | '.join(map(lark_string, strings))}\nREST: /(?s:.*)/"
         self._constraint: GrammarConstraint = compile_grammar(self.tokenizer.token_table, lark)
         self._constraint.begin(continuing=True)
         self._begun = False
