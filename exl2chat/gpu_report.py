@@ -29,6 +29,10 @@ TESTS = PACKAGE.parent / "tests" / "gpu"
 SOURCES = (
     "engine/checkup.py",
     "engine/decode_graphs.py",
+    "engine/device_decoder.py",
+    "engine/device_penalties.py",
+    "engine/device_steps.py",
+    "engine/reply_benchmark.py",
     "engine/shapes.py",
     "engine/step_benchmark.py",
     "engine/tiling.py",
@@ -37,6 +41,7 @@ SOURCES = (
     "ops/cuda_prefill.py",
     "ops/kernel_benchmark.py",
     "ops/plan.py",
+    "ops/sample.py",
     "ops/tiled.py",
     "ops/tiles.py",
 )

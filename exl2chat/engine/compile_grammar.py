@@ -30,7 +30,7 @@ LARK_ERROR = re.compile(r"(?:at )?(?P<line>\d+)\((?P<column>\d+)\): (?P<reason>.
 
 def compile_json_schema(table: TokenTable, schema: str | Schema | bool) -> GrammarConstraint:
     """Replies that are JSON of `schema`, with white space as JSON allows it. Its text, or what that parses to."""
-    parsed = _parse(schema) if isinstance(schema, str) else schema
+    parsed = _parse(schema)
     if parsed is True:
         parsed = {}
     if not isinstance(parsed, dict):
@@ -38,7 +38,7 @@ def compile_json_schema(table: TokenTable, schema: str | Schema | bool) -> Gramm
     strict = {**parsed, "x-guidance": {**_options(parsed), "lenient": False}}
     if fault := _schema_fault(strict):
         place = _place(strict, strict, fault) or "/"
-        raise UsageError(f"JSON schema, at {place}: {_one_line(fault)}", "take it out or say it in another way")
+        raise UsageError(f"JSON schema, at {place:.200}: {_one_line(fault)}", "take it out or say it in another way")
     return _constraint(table, f"start: %json {json.dumps(strict)}", "JSON schema", _lark_reason)
 
 
@@ -81,14 +81,17 @@ def _constraint(table: TokenTable, lark: str, kind: str, reason: Callable[[str],
     return GrammarConstraint(table, matcher)
 
 
-def _parse(schema: str) -> object:
+def _parse(schema: str | Schema | bool) -> object:
+    """The schema as plain JSON values."""
     try:
-        return json.loads(schema)
+        return json.loads(schema if isinstance(schema, str) else json.dumps(schema))
     except json.JSONDecodeError as fault:
         place = f"line {fault.lineno}, column {fault.colno}"
         raise UsageError(f"JSON schema, {place}: {fault.msg}", "it is not JSON") from None
     except RecursionError:
         raise UsageError("JSON schema: nested too deeply", "use a flatter one") from None
+    except (TypeError, ValueError) as fault:
+        raise UsageError(f"JSON schema: {fault}", "it is not JSON") from None
 
 
 def _options(schema: Schema) -> Schema:

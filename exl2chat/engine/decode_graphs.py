@@ -3,6 +3,7 @@ longer to ask for than to run (7 us from Python, 1.2 us as a node of a graph, on
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,13 +11,42 @@ from torch import Tensor
 Step = Callable[[Tensor], Tensor]
 
 
+class Recorded:
+    """Work on the device that reads and writes the same addresses each time, from its second time on a graph.
+
+    The first time runs it as it is: kernels compile and reserve what they need, which a recording cannot.
+    """
+
+    def __init__(self, work: Callable[[], Tensor], pool: Any = None) -> None:
+        """`pool`: that of another recording, to share its memory; then only one of them is in use at a time."""
+        self._work, self._pool = work, pool
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._result: Tensor
+
+    def __call__(self) -> Tensor:
+        """What the work gives; the next call overwrites it."""
+        if self._graph is not None:
+            self._graph.replay()
+            return self._result
+        first = self._work()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._result = self._work()
+        self._graph = graph
+        return first
+
+    @property
+    def pool(self) -> Any:
+        """Its memory, once it was called."""
+        return None if self._graph is None else self._graph.pool()
+
+
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    """A step on the device: it reads `tokens` and writes `logits`, at the same addresses each time."""
+    """A step that reads `tokens`."""
 
-    graph: torch.cuda.CUDAGraph
     tokens: Tensor
-    logits: Tensor
+    step: Recorded
 
 
 class DecodeGraphs:
@@ -26,23 +56,12 @@ class DecodeGraphs:
         self._recordings: dict[int, _Recording] = {}
 
     def run(self, tokens: Tensor, step: Step) -> Tensor:
-        """step(tokens), from the second time on as a graph; the logits are the caller's own.
-
-        The first time runs it as it is: kernels compile and reserve what they need, which a recording cannot.
-        """
-        recording = self._recordings.get(tokens.shape[0])
-        if recording is None:
-            logits = step(tokens)
-            self._recordings[tokens.shape[0]] = self._record(tokens, step)
-            return logits
+        """step(tokens), from the second time on as a graph; the logits are the caller's own."""
+        count = tokens.shape[0]
+        if count not in self._recordings:
+            pool = next((other.step.pool for other in self._recordings.values()), None)
+            own = tokens.clone()
+            self._recordings[count] = _Recording(own, Recorded(lambda: step(own), pool))
+        recording = self._recordings[count]
         recording.tokens.copy_(tokens)
-        recording.graph.replay()
-        return recording.logits.clone()
-
-    def _record(self, tokens: Tensor, step: Step) -> _Recording:
-        """Record the step without running it. All recordings share their memory: only one is in use at a time."""
-        graph, tokens = torch.cuda.CUDAGraph(), tokens.clone()
-        pool = next((other.graph.pool() for other in self._recordings.values()), None)
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            logits = step(tokens)
-        return _Recording(graph, tokens, logits)
+        return recording.step().clone()

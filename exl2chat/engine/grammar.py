@@ -59,7 +59,7 @@ class GrammarConstraint:
             allowed = rows[self._table.openings] if self._opening else rows[: self._table.size]
             self._check()
             if self._opening:
-                allowed[self._table.silent] = not self._matcher.is_stopped()
+                allowed[self._table.silent] = allowed.any()  # of use only if something follows
         allowed[self._table.end_ids] = self.accepting
         if not allowed.any():
             raise ChatError("no token of this model can continue the reply as the grammar asks", "relax the grammar")

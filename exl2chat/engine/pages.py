@@ -14,7 +14,7 @@ order and before anything else is written.
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
@@ -104,12 +104,15 @@ class PageTable:
 
     def cached(self, sequence: PagedSequence) -> tuple[int, int]:
         """How many full pages `attach` would find, and how many of them nobody holds."""
-        found = []
+        found = list(self._next_pages(sequence))
+        return len(found), sum(page.holders == 0 for page in found)
+
+    def _next_pages(self, sequence: PagedSequence) -> Iterator[Page]:
+        """The cached full pages that the sequence continues with."""
         for digest in self.missing(sequence):
             if digest not in self._full:
-                break
-            found.append(self._full[digest])
-        return len(found), sum(page.holders == 0 for page in found)
+                return
+            yield self._full[digest]
 
     def attach(self, sequence: PagedSequence) -> list[PageCopy]:
         """Add the cached pages that the sequence continues with, and a part of one. Its last token is never cached.
@@ -118,11 +121,9 @@ class PageTable:
         """
         if len(sequence.pages) * self.size != sequence.length:
             return []
-        for digest in self.missing(sequence):
-            if digest not in self._full:
-                break
-            self._hold(self._full[digest])
-            sequence.pages.append(self._full[digest])
+        for page in self._next_pages(sequence):
+            self._hold(page)
+            sequence.pages.append(page)
             sequence.length += self.size
         return self._attach_part(sequence)
 

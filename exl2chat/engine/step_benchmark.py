@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from exl2chat.engine.cache import KVCache
+from exl2chat.engine.reply_benchmark import REPLY, measure_reply
 from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.ops.kernel_benchmark import KernelRow
 from exl2chat.progress import Progress
@@ -30,11 +31,11 @@ class Workload:
     @property
     def room(self) -> int:
         """Tokens that the cache must hold."""
-        return max((*(context + max(self.rows) for context in self.contexts), *self.prompts))
+        return max((*(context + max(REPLY, *self.rows) for context in self.contexts), *self.prompts))
 
     def within(self, room: int) -> "Workload":
         """As much of it as a cache for `room` tokens allows, and one prompt in any case."""
-        contexts = tuple(context for context in self.contexts if context + max(self.rows) <= room)
+        contexts = tuple(context for context in self.contexts if context + max(REPLY, *self.rows) <= room)
         return Workload(contexts, self.rows, tuple(prompt for prompt in self.prompts if prompt <= room) or (room,))
 
 
@@ -70,7 +71,11 @@ def _steps(model: Transformer, cache: KVCache, bandwidth: float, work: Workload,
         seen = cache.storage[..., 0, 0, :].nbytes * context
         ceiling = (model.weights.read_bytes + seen) / bandwidth
         for rows in work.rows:
-            name = f"reply at context {context}" if rows == 1 else f"{rows} tokens at once at context {context}"
+            if rows == 1:
+                progress(f"reply at context {context}")
+                result += measure_reply(model, cache, context, ceiling)
+                continue
+            name = f"{rows} tokens at once at context {context}"
             progress(name)
             seconds = _median_seconds(partial(_step, model, cache, [1] * rows, context), STEPS)
             result.append(KernelRow(name, rows, seconds * 1e6, ceiling * 1e6, "a read of the weights and the cache"))

@@ -62,6 +62,14 @@ def test_what_is_no_schema_is_refused(text: str, message: str) -> None:
     assert message in refused(compile_json_schema, text)
 
 
+def test_what_is_not_json_is_refused() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"items": deep}
+    assert "nested too deeply" in refused(compile_json_schema, deep)
+    assert "not JSON serializable" in refused(compile_json_schema, {"const": object()})
+
+
 def test_a_schema_followed_in_part_only_is_refused() -> None:
     loose = {"x-guidance": {"coerce_one_of": True}, "oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}
     assert "oneOf not fully supported" in refused(compile_json_schema, loose)

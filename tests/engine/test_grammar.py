@@ -60,6 +60,13 @@ VALID: dict[str, tuple[Callable[[Any], GrammarConstraint], Callable[[str], objec
 }
 
 
+EXAMPLES = {
+    "schema": ['{"name":"a\\n","kind":"日本","ages":[7,120],"dead":null}', '{"name":"","kind":"été","ages":[]}'],
+    "regex": ["1984-12", "2001-19 😀", "1900-00, 日本"],
+    "lark": ["[a]", "[abc,[x,[yz]],q]"],
+    "gbnf": ["[a]", "[ab,[x,[yz]],q]"],
+    "choice": ["yes", "yes, sir", "日本語", 'a "quoted" \\ word'],
+}
 ABLE = [kind for kind in KINDS if kind not in WITHOUT_BYTES]
 
 
@@ -73,6 +80,21 @@ def test_every_random_reply_is_valid_as_it_is_shown(kind: str, form: str) -> Non
             constraint.begin(continuing)
             text = text_of(kind, reply(constraint, seed, set(table(kind).end_ids.tolist())), continuing)
             assert valid(text), text
+
+
+@pytest.mark.parametrize("form", EXAMPLES)
+@pytest.mark.parametrize("kind", [kind for kind in ABLE if kind != "spm_unigram"])  # it rewrites some of them
+def test_every_valid_reply_can_be_given_in_the_models_own_tokens(kind: str, form: str) -> None:
+    make, valid = VALID[form]
+    constraint = make(kind)
+    for text in EXAMPLES[form]:
+        assert valid(text)
+        for continuing in (False, True):
+            constraint.begin(continuing)
+            for token in spelled(kind, text, continuing):
+                assert constraint.mask()[token]
+                constraint.advance(token)
+            assert constraint.accepting
 
 
 @pytest.mark.parametrize("kind", WITHOUT_BYTES)
@@ -311,9 +333,9 @@ def test_forced_tokens_can_be_taken_as_they_are(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama2"])
-def test_a_grammar_of_the_empty_text_is_finished_at_once(kind: str) -> None:
+def test_a_grammar_of_the_empty_text_allows_the_end_alone(kind: str) -> None:
     constraint = compile_regex(table(kind), "")
-    assert constraint.finished
+    assert constraint.accepting
     np.testing.assert_array_equal(np.flatnonzero(constraint.mask()), table(kind).end_ids)
 
 

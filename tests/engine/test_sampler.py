@@ -117,7 +117,7 @@ def test_the_order_changes_what_is_kept() -> None:
 
 @given(LOGITS, SETTINGS)
 def test_a_selection_is_some_of_the_tokens_and_leaves_the_logits_alone(logits: np.ndarray, settings: Sampling) -> None:
-    """B-14: there the caller's logits are changed in place."""
+    """Unlike exllamav2, where the caller's logits are changed in place."""
     before = logits.copy()
     logits.flags.writeable = False
     kept = select(logits, settings)
@@ -322,7 +322,7 @@ def test_a_bias_is_added_after_the_penalties_and_before_everything_else() -> Non
 
 @pytest.mark.parametrize("allowed", [(2, 0, 30, 99), (99, 30, 2, 2, 0), (0, 2, 30)])
 def test_only_allowed_tokens_are_drawn_in_whatever_order_they_are_listed(allowed: tuple[int, ...]) -> None:
-    """B-14: there a list of allowed tokens that is not sorted allows others than it says."""
+    """Unlike exllamav2, where a list of allowed tokens that is not sorted allows others than it says."""
     logits = np.zeros(50, np.float32)
     sampler = Sampler(Sampling(**NEUTRAL, allowed_tokens=allowed, seed=1), [])
     assert {sampler.sample(logits, position) for position in range(100)} == {0, 2, 30}
@@ -345,7 +345,7 @@ def test_logits_may_become_fewer_and_more() -> None:
 
 @pytest.mark.parametrize("settings", [Sampling(allowed_tokens=()), Sampling(allowed_tokens=(7,), banned_tokens=(7,))])
 def test_allowing_no_token_is_an_error(settings: Sampling) -> None:
-    """B-14: there an empty list of allowed tokens is read beyond its end."""
+    """Unlike exllamav2, where an empty list of allowed tokens is read beyond its end."""
     with pytest.raises(ChatError, match="no token may be drawn"):
         Sampler(settings, []).sample(np.zeros(10, np.float32), 0)
 

@@ -76,7 +76,7 @@ def test_dry_equals_a_search_through_the_whole_text(
 
 
 def test_a_passage_that_was_said_often_is_penalised_for_its_length_alone() -> None:
-    """B-4: there the penalty is multiplied by how often the passage was continued in this way."""
+    """Unlike exllamav2, where the penalty is multiplied by how often the passage was continued in this way."""
     settings = Sampling(dry_multiplier=0.8, dry_base=2.0, dry_allowed_length=2)
     once, often = [1, 2, 3, 4, 9, 1, 2, 3], [1, 2, 3, 4, 9] * 5 + [1, 2, 3]
     assert penalties(settings, once) == {4: 0.8 * 2}
@@ -84,7 +84,7 @@ def test_a_passage_that_was_said_often_is_penalised_for_its_length_alone() -> No
 
 
 def test_dry_knows_nothing_of_another_conversation_with_the_same_settings() -> None:
-    """B-4: there it remembers in the settings, and penalises what another or an edited conversation said."""
+    """Unlike exllamav2, where the settings remember, so that what another conversation said is penalised."""
     settings = with_settings(temperature=0.0, dry_multiplier=5.0)
     logits = np.array([0, 0, 0, 0, 2, 1], np.float32)
     first = Sampler(settings, [1, 2, 3, 4, 1, 2, 3])
@@ -212,7 +212,7 @@ def test_mirostat_holds_the_mean_surprise() -> None:
 
 
 def test_mirostat_begins_every_reply_alike() -> None:
-    """B-4's kin: there the limit is kept in the settings, so that a reply depends on the one before."""
+    """Unlike exllamav2, where the limit is kept in the settings, so that a reply depends on the one before."""
     settings, logits = with_settings(mirostat_tau=4.0, mirostat_eta=1.0), np.linspace(0, 1, 64, dtype=np.float32)
     used = Sampler(settings, [])
     for position in range(4):

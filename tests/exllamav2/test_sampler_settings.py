@@ -87,7 +87,7 @@ def test_every_field_has_its_place_in_our_settings(fields: dict[str, Any], expec
 
 
 def test_smoothing_does_not_leak_from_one_use_of_the_settings_to_the_next(tokenizer: ExLlamaV2Tokenizer) -> None:
-    """B-14: there the temperature in use is divided by the factor once more for every row of a batch."""
+    """Unlike exllamav2, where the temperature in use is divided by the factor once more for every row of a batch."""
     logits = torch.linspace(-2, 2, tokenizer.get_vocab_size())[None, None].repeat(3, 1, 1)
     settings = Settings(**OFF, smoothing_factor=0.3)
     ids = torch.ones(3, 2, dtype=torch.int64)
@@ -120,7 +120,7 @@ def test_a_stream_with_everything_set_repeats_for_a_seed() -> None:
 
 
 def test_a_clone_shares_nothing_that_can_be_changed() -> None:
-    """B-4: there clones share the bias and what DRY remembers."""
+    """Unlike exllamav2, where clones share the bias and what DRY remembers."""
     settings = Settings.greedy(min_p=0.1, token_bias=torch.zeros(4), dry_sequence_breakers={1})
     clone = settings.clone()
     clone.top_k = 7
@@ -133,7 +133,7 @@ def test_a_clone_shares_nothing_that_can_be_changed() -> None:
 
 
 def test_a_greedy_clone_keeps_dry_and_penalties_as_they_are() -> None:
-    """B-4: there the base of DRY becomes its allowed length."""
+    """Unlike exllamav2, where the base of DRY becomes its allowed length."""
     settings = Settings(dry_multiplier=0.8, dry_base=1.5, dry_allowed_length=3, token_presence_penalty=0.25)
     result = settings.greedy_clone().sampling(seed=1)
     assert (result.temperature, result.presence_penalty) == (0, 0.25)
@@ -142,7 +142,7 @@ def test_a_greedy_clone_keeps_dry_and_penalties_as_they_are() -> None:
 
 
 def test_settings_that_were_used_are_as_they_were() -> None:
-    """B-4: there DRY keeps its history in the settings, so that the next conversation is penalised for the last."""
+    """Unlike exllamav2, where DRY keeps its history in the settings for the next conversation."""
     settings = Settings(**OFF, dry_multiplier=5.0, mirostat=True)
     ours = settings.sampling(seed=1)
     sampler = Sampler(ours, [1, 2, 3, 1, 2])
@@ -231,7 +231,7 @@ def test_a_draw_reports_the_token_its_probability_and_the_likeliest(tokenizer: E
     assert top.tolist() == [[[4, 7, -1]], [[11, -1, -1]]]
     assert probability[0, 0] == top_probabilities[0, 0, [4, 7].index(int(token[0, 0]))]
     assert (probability.shape, end) == ((2, 1), False)
-    assert torch.equal(logits, before), "B-14: there the caller's logits are changed"
+    assert torch.equal(logits, before)
 
 
 def test_draws_follow_the_random_number(tokenizer: ExLlamaV2Tokenizer) -> None:
@@ -244,9 +244,17 @@ def test_draws_follow_the_random_number(tokenizer: ExLlamaV2Tokenizer) -> None:
 
 
 def test_blocked_tokens_are_not_drawn(tokenizer: ExLlamaV2Tokenizer) -> None:
+    """Unlike exllamav2, where the caller's logits are changed in place."""
     logits = torch.zeros(1, 1, tokenizer.get_vocab_size())
     logits[0, 0, [4, 7]] = torch.tensor([9.0, 8.0])
+    before = logits.clone()
     assert draw(tokenizer, logits, Settings.greedy(), blocked_tokens=[4])[0].item() == 7
+    assert torch.equal(logits, before)
+
+
+def test_rows_that_are_alike_are_drawn_apart(tokenizer: ExLlamaV2Tokenizer) -> None:
+    tokens = draw(tokenizer, torch.zeros(4, 1, tokenizer.get_vocab_size()), Settings(**OFF))[0]
+    assert len(set(tokens.flatten().tolist())) == 4
 
 
 @pytest.mark.parametrize("name", ["prefix_token", "filters", "filter_prefer_eos"])

@@ -32,7 +32,7 @@ def jobs(hopper: bool) -> Iterator[Job]:
         yield "gemv.cu", {"WARPS": WARPS, "CHUNKS": CHUNKS, "ROWS": rows, "GPTQ": gptq}
     for gptq in (0, 1):
         yield "reconstruct.cu", {"GPTQ": gptq}
-    for name in ("arrange.cu", "read.cu", "gate.cu"):
+    for name in ("arrange.cu", "read.cu", "gate.cu", "sample.cu"):
         yield name, {}
     for units in (1, 2, 4):
         yield "norm.cu", {"UNITS": units}

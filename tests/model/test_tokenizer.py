@@ -49,6 +49,17 @@ def test_ids_and_text_equal_the_sentencepiece_library(kind: str, tmp_path: Path)
         assert tokenizer.decode(ids, special=True) == library.decode(ids)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "unigram" not in kind and kind != "spm_no_prefix"])
+def test_text_behind_other_text_gets_no_space_and_no_control_token(kind: str, tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(write_tokenizer(tmp_path, kind))
+    for text in [*TEXTS, "<|im_end|>"]:
+        ids = tokenizer.encode_following(text)
+        pieces = [tokenizer.piece(token_id) for token_id in ids]
+        assert b"".join(piece.rest for piece in pieces if piece is not None).decode() == text
+        assert tokenizer.special_ids.isdisjoint(ids)
+    assert all(tokenizer.piece(token_id) is None for token_id in tokenizer.special_ids)
+
+
 @pytest.mark.parametrize("kind", SENTENCEPIECE)
 def test_sentencepiece_puts_a_space_in_front_of_the_text_only(kind: str, tmp_path: Path) -> None:
     tokenizer = open_tokenizer(write_tokenizer(tmp_path, kind))

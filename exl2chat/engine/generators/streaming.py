@@ -4,12 +4,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from exl2chat.engine.cache import KVCache
-from exl2chat.engine.sampler import Sampler
+from exl2chat.engine.decoders import Decoder, Decoders
+from exl2chat.engine.samplers.vocabulary import Vocabulary
 from exl2chat.engine.stopping import StopConditions, StopReason, StopStrings
 from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.errors import ChatError, ContextError, UsageError
@@ -51,7 +50,7 @@ class StreamStart(msgspec.Struct, frozen=True):
 class _Reply:
     """The reply being written."""
 
-    sampler: Sampler
+    decoder: Decoder
     detokenizer: Detokenizer
     stop_ids: frozenset[int]
     stops: StopStrings
@@ -78,6 +77,7 @@ class StreamingGenerator:
     def __init__(self, model: Transformer, cache: KVCache, tokenizer: Tokenizer) -> None:
         self._model, self._cache, self._tokenizer = model, cache, tokenizer
         self._vocabulary = _known_ids(tokenizer, model.config.vocab_size)
+        self._decoders = Decoders(model, cache, Vocabulary(tokenizer), self._vocabulary)
         self._conditions = StopConditions(tokenizer.eos_ids)
         self._reply: _Reply | None = None
         self._filled = 0
@@ -113,8 +113,9 @@ class StreamingGenerator:
         if max_new_tokens is not None and max_new_tokens < 1:
             raise UsageError(f"max_new_tokens is {max_new_tokens}", "it is at least 1")
         cached = self._reuse(ids)
+        longest = min(self._cache.capacity, len(ids) + (max_new_tokens or self._cache.capacity))
         reply = _Reply(
-            Sampler(settings, ids),
+            self._decoders.choose(settings, ids, longest),
             self._tokenizer.detokenizer(decode_special_tokens, continuing),
             self._conditions.ids,
             StopStrings(self._conditions.strings),
@@ -123,7 +124,7 @@ class StreamingGenerator:
         )
         self._prefill(reply.abort, cached, on_prefill)
         self._reply = reply
-        return StreamStart(len(ids), cached, reply.sampler.seed)
+        return StreamStart(len(ids), cached, reply.decoder.seed)
 
     def stream_ex(self) -> StreamResult:
         """Generate one token. A result with a stop reason completes the reply; further calls repeat the reason."""
@@ -134,9 +135,10 @@ class StreamingGenerator:
             return StreamResult("", (), reply.count, reply.reason)
         if reply.abort():
             return self._finish(reply, "stopped")
-        logits = self._forward(self.tokens[self._cache.length :])
-        token = reply.sampler.sample(logits[: self._vocabulary], len(self.tokens))
-        reply.sampler.observe(token)
+        try:
+            token = reply.decoder.next(self.tokens)
+        finally:
+            self._filled = self._cache.length
         self.tokens.append(token)
         reply.count += 1
         if token in reply.stop_ids:
@@ -200,16 +202,11 @@ class StreamingGenerator:
         chunk = prefill_chunk(self._model.device)
         while self._cache.length < last and not abort():
             start = self._cache.length
-            self._forward(self.tokens[start : min(start + chunk, last)])
+            ids = torch.tensor(self.tokens[start : min(start + chunk, last)], device=self._model.device)
+            self._model.forward(ids, self._cache, last_only=True)
+            self._filled = self._cache.length
             if on_prefill is not None:
                 on_prefill(self._cache.length, len(self.tokens), cached)
-
-    def _forward(self, tokens: list[int]) -> NDArray[np.float32]:
-        """Append `tokens` to the cache; the logits [V] after the last of them."""
-        ids = torch.tensor(tokens, dtype=torch.int64, device=self._model.device)
-        logits: NDArray[np.float32] = self._model.forward(ids, self._cache, last_only=True)[-1].numpy(force=True)
-        self._filled = self._cache.length
-        return logits
 
 
 def _known_ids(tokenizer: Tokenizer, rows: int) -> int:

@@ -1,0 +1,58 @@
+"""Decoding steps kept in flight on a device that draws its tokens itself."""
+
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from exl2chat.engine.cache import KVCache
+from exl2chat.errors import ChatError
+from exl2chat.settings import Sampling
+
+# Steps that are queued or running while a token is read: 2 hide what the host takes for one (8B on an H200: 2.18 to
+# 1.91 ms), and one more a host that is late by a step. A stop wastes all but one of them.
+DEPTH = 3
+
+Take = Callable[[], int]
+
+
+class Steps(Protocol):
+    """Decoding steps on a device, each of which begins with the token that the one before drew."""
+
+    def start(self, tokens: Sequence[int], settings: Sampling) -> None:
+        """Go on after `tokens`, of which the cache holds the first. `settings.seed` is not None."""
+
+    def queue(self) -> Take:
+        """One more step. What comes back waits for its token, which is -1 where the logits are not numbers."""
+
+
+class DeviceDecoder:
+    """A Decoder whose device never waits for the host to have read a token.
+
+    The cache holds what was read (`cache.length`). The steps ahead of that have written behind its end, where nothing
+    reads, and what uses the cache next overwrites it: all work on a cache is queued on one stream.
+    """
+
+    def __init__(self, steps: Steps, cache: KVCache, settings: Sampling, longest: int) -> None:
+        """The sequence gets `longest` tokens at most: no step is queued that would draw more."""
+        seed = secrets.randbits(32) if settings.seed is None else settings.seed
+        self._settings = msgspec.structs.replace(settings, seed=seed)
+        self._steps, self._cache, self._longest = steps, cache, longest
+        self._flying: deque[Take] = deque()
+        self._length: int | None = None  # of the cache, as the last token left it
+        self.seed = seed
+
+    def next(self, tokens: Sequence[int]) -> int:
+        if self._cache.length != self._length:  # the first token, or the first since a failure or another's use
+            self._flying.clear()
+            self._steps.start(tokens, self._settings)
+        self._length = None
+        while len(self._flying) < min(DEPTH, self._longest - len(tokens)):
+            self._flying.append(self._steps.queue())
+        token = self._flying.popleft()()
+        if token < 0:
+            raise ChatError("the model computed logits that are not numbers", "try --dtype float32")
+        self._length = self._cache.length = len(tokens)
+        return token

@@ -1,0 +1,24 @@
+"""The window as tensors against the one that counts token by token."""
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exl2chat.engine.device_penalties import UNSEEN, count_window
+from exl2chat.engine.penalties import PenaltyWindow
+
+VOCABULARY = 7
+
+
+@given(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=40), st.integers(-1, 50), st.integers(0, 20))
+def test_the_counts_are_those_of_the_host(tokens: list[int], reach: int, decay: int) -> None:
+    window = PenaltyWindow(reach, decay, tokens)
+    ids, counts = window._ids[: len(set(tokens))], window._counts[:, : len(set(tokens))]
+    expected = np.zeros((4, VOCABULARY))
+    expected[3] = UNSEEN
+    expected[:, ids] = counts
+    seen, positions, history = count_window(torch.tensor(tokens), reach, decay, VOCABULARY, 41)
+    assert (seen[:, :3].numpy() == expected[[0, 1, 3]].T).all()
+    assert (positions.numpy() == expected[2]).all()
+    assert history[: len(tokens)].tolist() == tokens
