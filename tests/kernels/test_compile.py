@@ -1,7 +1,7 @@
 """Every kernel compiled for every GPU that is supported, which needs no GPU.
 
-sm_75 and sm_90 have code of their own and get machine code of every variant; those between and sm_120 share it, and get
-PTX of the largest variants: machine code of all for all six takes four minutes.
+sm_75 and sm_90a have code of their own and get machine code of every variant; those between and sm_120 share it, and
+get PTX of the largest variants: machine code of all for all six takes four minutes.
 """
 
 import os
@@ -16,9 +16,10 @@ from cuda.bindings import nvrtc
 
 from exl2chat.kernels import FOLDER, options, source
 from exl2chat.ops import cuda
+from exl2chat.ops.gemm import HEIGHTS
 from exl2chat.ops.plan import LONG, ROWS
 
-ARCHITECTURES = ("sm_75", "compute_80", "compute_86", "compute_89", "sm_90", "compute_120")
+ARCHITECTURES = ("sm_75", "compute_80", "compute_86", "compute_89", "sm_90a", "compute_120")
 HEAD_DIMS = (64, 80, 96, 128, 256)
 Job = tuple[str, dict[str, int]]
 
@@ -28,6 +29,8 @@ def jobs(every: bool) -> Iterator[Job]:
     for rows, gptq in product(ROWS if every else ROWS[-1:], (0, 1)):
         sizes = {"WARPS": LONG.warps, "BLOCKS": LONG.blocks, "CHUNKS": LONG.chunks}
         yield "gemv.cu", {**sizes, "ROWS": rows, "GPTQ": gptq}
+    for rows, gptq in product(HEIGHTS if every else HEIGHTS[-1:], (0, 1)):
+        yield "gemm.cu", {"ROWS": rows, "WARPS": 8, "GPTQ": gptq}
     for gptq in (0, 1):
         yield "reconstruct.cu", {"GPTQ": gptq}
     for name in ("arrange.cu", "read.cu", "gate.cu"):
