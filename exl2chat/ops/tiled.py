@@ -86,7 +86,7 @@ class TiledWeight:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "places", torch.argsort(self.order.flatten().long()).int())
-        object.__setattr__(self, "tile_order", self.matrices[0].order.view(-1, 8))
+        object.__setattr__(self, "tile_order", self.matrices[0].order.int().view(-1, 8))
         object.__setattr__(self, "tile_places", torch.argsort(self.matrices[0].order).int())
 
     @property
@@ -220,7 +220,7 @@ def reconstruct(matrix: Tiled, first: int, end: int) -> Tensor:
     kernel = load("reconstruct.cu", "reconstruct", weight.device, GPTQ=int(matrix.is_gptq))
     kernel.launch(
         (strips, -(-quads // 4)), THREADS, 0,
-        record, matrix.order, weight, first // STRIP, strips * STRIP,
+        record, matrix.order.int(), weight, first // STRIP, strips * STRIP,
     )  # fmt: skip
     return weight[:, : end - first]
 
