@@ -39,6 +39,7 @@ SOURCES = (
     "ops/attention.py",
     "ops/cuda.py",
     "ops/cuda_prefill.py",
+    "ops/gemm.py",
     "ops/kernel_benchmark.py",
     "ops/plan.py",
     "ops/sample.py",

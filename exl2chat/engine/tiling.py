@@ -73,7 +73,7 @@ def _tile_exl2(linear: Linear, bias: Tensor | None, device: torch.device) -> Til
     codes = unpack_rows(_read(linear, "q_scale").to(device).T.contiguous(), 4).T
     units = (_read(linear, "q_scale_max").to(device).float() / 256).half()
     scales = [pack_exl2_scales(codes, units, run) for run in runs]
-    order = torch.argsort(_read(linear, "q_invperm").to(device).long())
+    order = torch.argsort(_read(linear, "q_invperm").to(device).long()).int()
     columns = linear.out_features
     return Tiled(torch.cat(packed), torch.cat(scales), runs, order, columns // STRIP, columns, False, bias)
 
@@ -100,7 +100,7 @@ def _tile_gptq(linear: Linear, bias: Tensor | None, device: torch.device) -> Til
     scales = torch.from_numpy(read_float32(linear.tensors["scales"])).to(device).half()
     scales = pack_gptq_scales(F.pad(scales, (0, padding)), F.pad(zeros, (0, padding)), runs[0])
     strips = (columns + padding) // STRIP
-    return Tiled(packed, scales, runs, order.to(device), strips, columns, True, bias)
+    return Tiled(packed, scales, runs, order.to(device).int(), strips, columns, True, bias)
 
 
 def _pack(words: Tensor, run: Run, order: Tensor | None, filler: int, device: torch.device) -> Tensor:

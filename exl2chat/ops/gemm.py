@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from exl2chat.kernels import load
-from exl2chat.ops.plan import MATRIX, MAX_PIECES, PIECE, Gpu, Size, Table, run_pieces
+from exl2chat.ops.plan import MAX_PIECES, PIECE, Gpu, Size, Table, run_pieces, slice_run
 
-# Rows of x that a block multiplies: the fewest that do.
+# Rows of x that a block multiplies: of these the fewest that do.
 HEIGHTS = (32, 64, 96, 128)
-# Row tiles that share the blocks of a launch; with more, copies in float16 and cuBLAS are faster (see tiled.py).
+# Row tiles of a launch; beyond, float16 copies and cuBLAS multiply (tiled.SOME_ROWS).
 MOST_ROW_TILES = 4
 # Strips of 32 columns of a block, one per warp: as many as fit, so that x is fetched by few blocks.
 WARPS = (8, 4)
 PRODUCERS = 4  # warps that copy
 LEAST_STAGES, MOST_STAGES = 2, 8
-BARRIER_BYTES = 1024
+BARRIER_BYTES = 1024  # of shared memory that the kernel declares itself
 # What a block costs beside its quads, in quads: the first fetch, and writing the sums.
 BLOCK_COST = 2
 
@@ -119,19 +119,9 @@ def cut(size: Size, parts: int) -> Table:
         for run, start, after in zip(run_pieces(size), starts[:-1], starts[1:], strict=True):
             first, last = max(begin, start), min(end, after)
             if first < last:
-                pieces.append(_slice(run, first - start, last - first, size.scale_words))
+                pieces.append(slice_run(run, first - start, last - first, size.scale_words))
         part[: len(pieces)] = pieces
     return table
-
-
-def _slice(run: np.void, first: int, count: int, scale_words: int) -> np.void:
-    """`count` quads of a run from `first` on."""
-    piece = run.copy()
-    piece["weights"] += first * int(run["bits"]) * 32
-    piece["scales"] += first * scale_words * 4 // int(run["span"])
-    piece["tile"] += 4 * first
-    piece["quads"] = count
-    return piece
 
 
 def _fill(records: Table, sizes: Sequence[Size], tiles: Sequence[int], parts: int) -> Table:
@@ -142,4 +132,4 @@ def _fill(records: Table, sizes: Sequence[Size], tiles: Sequence[int], parts: in
         pieces = cut(size, parts)
         row["begin"], row["runs"], row["pieces"][: pieces.size] = begin, pieces.shape[1], pieces.ravel()
         begin += count
-    return filled.astype(MATRIX, copy=False)
+    return filled

@@ -77,16 +77,17 @@ def measure_products(device: torch.device, bandwidth: float) -> list[KernelRow]:
 
 
 def measure_crossover(device: torch.device) -> list[KernelRow]:
-    """gate_up for more rows: in passes of up to 16 over the codes, and through float16 copies, against torch.mm."""
+    """gate_up for more rows: decoded on the way to the tensor cores, and through float16 copies, against torch.mm."""
     weight = random_weight(*BODY["gate_up"], BODY_BITS, device)
     dense = torch.randn(BODY["gate_up"][0], weight.width, device=device).half()
     result = []
-    for rows in (32, 48, 64, 96, 2048):
+    for rows in (32, 64, 128, 256, 512, 2048):
         x = torch.randn(rows, len(dense), device=device).half()
         ceiling = time_graph(lambda x=x: torch.mm(x, dense))  # type: ignore[misc]
         ways: dict[str, Callable[[], object]] = {"reconstruction": lambda x=x: weight.by_reconstruction(x)}  # type: ignore[misc]
-        if rows < 100:
-            ways["passes"] = lambda x=x: weight.by_passes(x)  # type: ignore[misc]
+        if rows <= weight.some_rows:
+            arranged = arrange(x, weight.tile_order)
+            ways["fused product"] = lambda arranged=arranged: weight.partial_sums(arranged)  # type: ignore[misc]
         for name, way in ways.items():
             seconds = time_graph(way)
             result.append(KernelRow(f"gate_up by {name}", rows, seconds * 1e6, ceiling * 1e6, "torch.mm in float16"))
@@ -99,7 +100,7 @@ def random_weight(k: int, widths: Sequence[int], mix: Sequence[tuple[int, float]
     bits = [width for width, share in mix for _ in range(round(share * quads))][:quads]
     bits += [mix[-1][0]] * (quads - len(bits))
     runs = find_runs([width for width in bits for _ in range(4)], [tile // 4 for tile in range(k // TILE)], True)
-    order = torch.randperm(k, device=device)
+    order = torch.randperm(k, device=device, dtype=torch.int32)
     matrices = []
     for width in widths:
         strips = width // STRIP

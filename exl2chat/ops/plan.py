@@ -130,7 +130,7 @@ def cut(size: Size, split: int, strips: int) -> Table:
         for run, start in zip(run_pieces(size), starts, strict=False):
             first, count = max(begin - start, 0), min(end - start, run["quads"]) - max(begin - start, 0)
             if count > 0:
-                pieces.append(_slice(run, first, count, size.scale_words))
+                pieces.append(slice_run(run, first, count, size.scale_words))
         if not pieces:
             continue
         part[: len(pieces)] = pieces
@@ -142,7 +142,7 @@ def cut(size: Size, split: int, strips: int) -> Table:
     return table
 
 
-def _slice(run: np.void, first: int, count: int, scale_words: int) -> np.void:
+def slice_run(run: np.void, first: int, count: int, scale_words: int) -> np.void:
     """`count` quads of a run from `first` on."""
     piece = run.copy()
     piece["weights"] += first * int(run["bits"]) * 32

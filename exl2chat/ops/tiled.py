@@ -25,8 +25,12 @@ from exl2chat.ops.plan import (
 )  # fmt: skip
 from exl2chat.ops.tiles import STRIP, TILE, Run, fragment_order
 
-# Decoding on the way to the tensor cores costs less than float16 copies and cuBLAS up to here (benchmarks/NOTES.md).
+# Decoding on the way to the tensor cores takes less time than float16 copies and cuBLAS up to some 1200 rows: all
+# matrices of an 8B model 12.7 ms against 17.2 at 512 rows, 23.6 against 26.2 at 1024, 49.3 against 44.1 at 2048 (H200).
+# The kernels between them, which then take partial sums, would lose what is won beyond 512.
 SOME_ROWS = 512
+# Where a GPU cannot do that (sm_75), passes of up to 16 rows take less time than float16 copies up to here.
+FEW_ROWS = 80
 SCRATCH_BYTES = 128 << 20
 THREADS = 128
 
@@ -35,7 +39,7 @@ THREADS = 128
 class Tiled:
     """A packed matrix [K, columns] as kernels/tiles.cuh draws it: weights and scales int32, flat.
 
-    order int64 [K] is the column of x that each packed row multiplies; bias float32 [columns].
+    order int32 [K] is the column of x that each packed row multiplies; bias float32 [columns].
     """
 
     weights: Tensor
@@ -78,19 +82,23 @@ class TiledWeight:
     """Up to three matrices side by side that take x in one order: x [T, K] to y [T, width].
 
     y is float32, or float16 beyond `some_rows` rows. Or arranged activations (see `arrange`) to y as partial sums
-    [P, T, width]. launches: by the most rows that each is for; gemm: for more rows than these.
+    [P, T, width]. launches: by the most rows that each is for; gemm: for more rows than these. order: of x in the form
+    that gemv.cu takes, and `tile_order` in that of gemm.cu, int32 [K / 8, 8]; places and tile_places are where each
+    column of x goes there, int32 [K].
     """
 
     matrices: tuple[Tiled, ...]
     order: Tensor
     launches: Mapping[int, Launch]
-    gemm: Gemm | None
     width: int
+    gemm: Gemm | None = None
     places: Tensor = field(init=False)
+    tile_order: Tensor = field(init=False)
     tile_places: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "places", torch.argsort(self.order.flatten().long()).int())
+        object.__setattr__(self, "tile_order", self.matrices[0].order.int().view(-1, 8))
         object.__setattr__(self, "tile_places", torch.argsort(self.matrices[0].order).int())
 
     @property
@@ -116,13 +124,17 @@ class TiledWeight:
     def __call__(self, x: Tensor) -> Tensor:
         if x.dim() == 4:
             return self.partial_sums(x)
-        if x.shape[0] > self.some_rows:
-            return self.by_reconstruction(x)
-        order = self.order if x.shape[0] <= self.most_rows else self.matrices[0].order.view(-1, 8).int()
-        return add_up(self.partial_sums(arrange(x, order)))
+        rows = x.shape[0]
+        if rows <= self.most_rows:
+            return add_up(self.partial_sums(arrange(x, self.order)))
+        if rows <= self.some_rows:
+            return add_up(self.partial_sums(arrange(x, self.tile_order)))
+        if self.gemm is None and rows <= FEW_ROWS:
+            return torch.cat([self(some) for some in torch.split(x, self.most_rows)])
+        return self.by_reconstruction(x)
 
     def partial_sums(self, arranged: Tensor) -> Tensor:
-        """Float32 [P, rows, width], whose sum over P, in order, is x W + bias, in one pass over the weights."""
+        """Float32 [P, rows, width], whose sum over P, in order, is x W + bias, of up to `some_rows` rows."""
         rows = arranged.shape[1]
         if rows > self.most_rows and self.gemm is not None:
             return self.gemm(arranged, self.width)
@@ -175,8 +187,8 @@ def join(matrices: Sequence[Tiled]) -> Weight:
     gpu = Gpu(properties.multi_processor_count, properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
     plans = [plan for rows in ROWS if (plan := make_plan([m.size for m in matrices], rows, gpu))]
     launches = {plan.rows: prepare(plan, matrices) for plan in plans}
-    gemm = make_gemm([m.size for m in matrices], _records(matrices), gpu)
-    return TiledWeight(tuple(matrices), fragment_order(first.order), launches, gemm, sum(m.columns for m in matrices))
+    gemm = make_gemm([m.size for m in matrices], _records(matrices), gpu) if properties.major >= 8 else None
+    return TiledWeight(tuple(matrices), fragment_order(first.order), launches, sum(m.columns for m in matrices), gemm)
 
 
 def _records(matrices: Sequence[Tiled]) -> Table:

@@ -17,6 +17,7 @@ from cuda.bindings import nvrtc
 
 from exl2chat.kernels import FOLDER, options, source
 from exl2chat.ops import cuda, cuda_prefill
+from exl2chat.ops.gemm import HEIGHTS
 from exl2chat.ops.plan import CHUNKS, ROWS, WARPS
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
@@ -30,6 +31,8 @@ def jobs(hopper: bool) -> Iterator[Job]:
     yield from prompt_jobs(hopper)
     for rows, gptq in product(ROWS, (0, 1)):
         yield "gemv.cu", {"WARPS": WARPS, "CHUNKS": CHUNKS, "ROWS": rows, "GPTQ": gptq}
+    for rows, gptq in product(HEIGHTS, (0, 1)):
+        yield "gemm.cu", {"ROWS": rows, "WARPS": 8, "GPTQ": gptq}
     for gptq in (0, 1):
         yield "reconstruct.cu", {"GPTQ": gptq}
     for name in ("arrange.cu", "read.cu", "gate.cu", "sample.cu"):

@@ -18,7 +18,9 @@ def sizes(draw: st.DrawFn) -> Size:
     widths = draw(st.lists(st.sampled_from([8, 6, 5, 4, 3, 2]), min_size=1, max_size=6, unique=True))
     bits = [width for width in widths for _ in range(draw(st.integers(1, 60)))]
     groups = [tile // draw(st.sampled_from([1, 2, 4])) for tile in range(len(bits))]
-    return Size(find_runs(bits, sorted(groups), True), draw(st.integers(1, 700)), len(bits), draw(st.sampled_from([8, 32])))
+    return Size(
+        find_runs(bits, sorted(groups), True), draw(st.integers(1, 700)), len(bits), draw(st.sampled_from([8, 32]))
+    )
 
 
 @given(sizes(), st.integers(1, 8))
