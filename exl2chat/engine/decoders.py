@@ -70,21 +70,22 @@ class Decoders:
     """The decoders of one model over one cache, which draw from the first `size` tokens of the vocabulary."""
 
     def __init__(self, model: Transformer, cache: KVCache, vocabulary: Vocabulary, size: int) -> None:
-        self._model, self._cache, self._vocabulary, self._size = model, cache, vocabulary, size
+        self.model = model  # or one of the same weights with other adapters
+        self._cache, self._vocabulary, self._size = cache, vocabulary, size
         self._host = torch.empty(size, pin_memory=model.device.type == "cuda")
         self._steps: DeviceSteps | None = None
 
     def choose(self, settings: Sampling, tokens: Sequence[int], longest: int) -> Decoder:
         """That of a reply to the prompt `tokens`, with which the sequence has `longest` tokens at most."""
-        if runs_on_device(self._model, self._size) and known_to_device(settings):
-            self._steps = self._steps or DeviceSteps(self._model, self._cache, self._size)
+        if runs_on_device(self.model, self._size) and known_to_device(settings):
+            self._steps = self._steps or DeviceSteps(self.model, self._cache, self._size)
             return DeviceDecoder(self._steps, self._cache, settings, longest)
-        return HostDecoder(self._model, self._cache, Sampler(settings, tokens, self._vocabulary), self._host)
+        return HostDecoder(self.model, self._cache, Sampler(settings, tokens, self._vocabulary), self._host)
 
 
 def runs_on_device(model: Transformer, size: int) -> bool:
     """Whether the steps of `model` are recorded, and kernels/sample.cu can draw from `size` tokens."""
-    return model.device.type == "cuda" and model.ops.recorded_rows > 0 and size <= MOST_TOKENS
+    return model.device.type == "cuda" and model.recorded_rows > 0 and size <= MOST_TOKENS
 
 
 def known_to_device(settings: Sampling) -> bool:

@@ -4,6 +4,7 @@ Numerics: the residual stream, norms, RoPE, softmax and logits are float32; matr
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from exl2chat.model.checkpoint import Checkpoint
 from exl2chat.model.config import ModelConfig
 from exl2chat.ops import Heads, Ops, compile_for, select
 from exl2chat.progress import Progress
+
+if TYPE_CHECKING:
+    from exl2chat.engine.lora import Scaled
 
 PREFILL_CHUNK = 512
 GPU_PREFILL_CHUNK = 2048
@@ -28,13 +32,17 @@ def prefill_chunk(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Transformer:
-    """A model ready to run. Safe to share between caches; one thread at a time."""
+    """A model ready to run. Safe to share between caches; one thread at a time.
+
+    `adapters` are the LoRAs that `weights` carry (`lora.with_adapters`): keys and values depend on them.
+    """
 
     config: ModelConfig
     weights: Weights
     device: torch.device
     dtype: torch.dtype
     ops: Ops
+    adapters: "tuple[Scaled, ...]" = ()
 
     @classmethod
     def load(
@@ -49,6 +57,12 @@ class Transformer:
     @property
     def weight_bytes(self) -> int:
         return self.weights.nbytes
+
+    @property
+    def recorded_rows(self) -> int:
+        """Steps of up to so many tokens may be recorded as graphs. None with adapters: a graph would go on without
+        them, or with them, whatever holds by then."""
+        return 0 if self.adapters else self.ops.recorded_rows
 
     def new_cache(self, context: int) -> KVCache:
         """An empty cache for up to `context` tokens."""
@@ -87,7 +101,7 @@ class Transformer:
         """
         count = tokens.shape[0]
         cache.reserve(count)
-        if count <= self.ops.recorded_rows:
+        if count <= self.recorded_rows:
             logits = cache.graphs.run(tokens, lambda tokens: self.step(tokens, cache, False))
             logits = logits[-1:] if last_only else logits
         else:

@@ -8,6 +8,7 @@ import torch
 
 from exl2chat.engine.cache import KVCache
 from exl2chat.engine.decoders import Decoder, Decoders
+from exl2chat.engine.lora import Scaled, with_adapters
 from exl2chat.engine.samplers.vocabulary import Vocabulary
 from exl2chat.engine.stopping import StopConditions, StopReason, StopStrings
 from exl2chat.engine.transformer import Transformer, prefill_chunk
@@ -100,18 +101,21 @@ class StreamingGenerator:
         on_prefill: OnPrefill | None = None,
         decode_special_tokens: bool = False,
         continuing: bool = False,
+        adapters: Sequence[Scaled] = (),
     ) -> StreamStart:
         """Read the prompt: all but its last token go into the cache, less the longest prefix that is there already.
 
         input_ids: [n] or [1, n]. settings.seed None draws a seed, reported in the result. `abort` is asked before
         every chunk and every token; once it is true the prompt is read no further and `stream_ex` reports "stopped".
         on_prefill(done, total, cached) follows every chunk. `continuing`: the prompt ends in the middle of a text, so
-        that the space before the first word is text too. ContextError when the prompt leaves no room for a token.
+        that the space before the first word is text too. `adapters`: the LoRAs of this reply; what the cache holds is
+        reused only if it was computed with the same. ContextError when the prompt leaves no room for a token.
         """
         self._reply = None
         ids = self._checked(input_ids)
         if max_new_tokens is not None and max_new_tokens < 1:
             raise UsageError(f"max_new_tokens is {max_new_tokens}", "it is at least 1")
+        self._use(adapters)
         cached = self._reuse(ids)
         longest = min(self._cache.capacity, len(ids) + (max_new_tokens or self._cache.capacity))
         reply = _Reply(
@@ -182,6 +186,13 @@ class StreamingGenerator:
                 f"shorten it, start a new conversation{', or load the model with a larger --ctx' * larger}",
             )
         return ids
+
+    def _use(self, adapters: Sequence[Scaled]) -> None:
+        """Run the model with these adapters from now on. Nothing that was computed with others is known any more."""
+        model = with_adapters(self._model, adapters)
+        if model is not self._model:
+            self._model = self._decoders.model = model
+            self._filled = 0
 
     def _reuse(self, ids: list[int]) -> int:
         """Make `ids` the sequence and cut the cache to what they share with the last one; that length.
