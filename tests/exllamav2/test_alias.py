@@ -210,7 +210,7 @@ def test_an_abort_event_ends_the_stream(generator: ExLlamaV2StreamingGenerator) 
 
 IDS = torch.tensor([[1, 2]])
 BEGIN = {
-    "token_healing": True, "loras": [object()], "input_mask": torch.ones(1, 2), "position_offsets": torch.zeros(1, 1),
+    "token_healing": True, "input_mask": torch.ones(1, 2), "position_offsets": torch.zeros(1, 1),
     "return_probabilities": True, "return_top_tokens": 3, "return_logits": True,
     "input_embeddings": torch.ones(1, 2, 4), "banned_strings": ["no"], "filters": [object()],
     "filter_prefer_eos": True, "another": 1,
@@ -235,7 +235,6 @@ UNSUPPORTED: dict[str, Callable[[ExLlamaV2], object]] = {
     "fixed_device": lambda model: ExLlamaV2Cache(model, fixed_device=0),
     "force_spm": lambda model: ExLlamaV2Tokenizer(model.config, force_spm=True),
     "embeddings": lambda model: ExLlamaV2Tokenizer(model.config).encode("x", embeddings=[object()]),
-    "loras": lambda model: model.forward(IDS, loras=[object()]),
     "input_mask": lambda model: model.forward(IDS, input_mask=torch.ones(1, 2)),
     "return_last_state": lambda model: model.forward(IDS, return_last_state=True),
     "indexed_embeddings": lambda model: model.forward(IDS, indexed_embeddings=torch.zeros(1)),

@@ -11,6 +11,7 @@ from torch import Tensor
 from exl2chat.engine.generators.streaming import StreamingGenerator
 from exl2chat.exllamav2.cache import ExLlamaV2Cache
 from exl2chat.exllamav2.generator.sampler import ExLlamaV2Sampler
+from exl2chat.exllamav2.lora import Loras, scaled_loras
 from exl2chat.exllamav2.model import ExLlamaV2
 from exl2chat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exl2chat.exllamav2.unsupported import refuse_set
@@ -69,7 +70,7 @@ class ExLlamaV2StreamingGenerator:
         input_ids: Tensor,
         gen_settings: ExLlamaV2Sampler.Settings,
         token_healing: bool = False,
-        loras: object = None,
+        loras: Loras = None,
         input_mask: Tensor | None = None,
         position_offsets: Tensor | None = None,
         abort_event: Event | None = None,
@@ -92,7 +93,7 @@ class ExLlamaV2StreamingGenerator:
         input_ids: Tensor,
         gen_settings: ExLlamaV2Sampler.Settings,
         token_healing: bool = False,
-        loras: object = None,
+        loras: Loras = None,
         input_mask: Tensor | None = None,
         position_offsets: Tensor | None = None,
         return_probabilities: bool = False,
@@ -107,7 +108,7 @@ class ExLlamaV2StreamingGenerator:
         **kwargs: Any,
     ) -> None:
         """Read the prompt `input_ids` [1, n]. UsageError naming any parameter set that is not supported yet."""
-        refuse_set(Begin, token_healing=token_healing, loras=loras, input_mask=input_mask)
+        refuse_set(Begin, token_healing=token_healing, input_mask=input_mask)
         refuse_set(Begin, position_offsets=position_offsets, return_probabilities=return_probabilities)
         refuse_set(Begin, return_top_tokens=return_top_tokens, return_logits=return_logits)
         refuse_set(Begin, input_embeddings=input_embeddings, banned_strings=banned_strings)
@@ -118,6 +119,7 @@ class ExLlamaV2StreamingGenerator:
             gen_settings.sampling(seed=random.getrandbits(63)),
             abort=lambda: abort_event is not None and abort_event.is_set(),
             decode_special_tokens=decode_special_tokens,
+            adapters=scaled_loras(loras),
         )
 
     def stream_ex(self, ban_tokens: list[int] | None = None, **kwargs: Any) -> dict[str, Any]:
