@@ -7,11 +7,15 @@ import torch
 from torch import Tensor
 
 from exl2chat.engine.cache import KVCache
+from exl2chat.engine.device_steps import RESULTS, sampling_row
+from exl2chat.engine.sampler import Sampler
 from exl2chat.engine.shapes import SHAPES
 from exl2chat.ops import Heads, cuda, reference
 from exl2chat.ops.packed import Plain, pack_norm
+from exl2chat.ops.sample import TokenSampler
 from exl2chat.ops.tiled import FEW_ROWS, Tiled, join
 from exl2chat.ops.tiles import QUAD, STRIP, TILE, find_runs, pack_codes, pack_exl2_scales, pack_gptq_scales
+from exl2chat.settings import Sampling
 
 TOLERANCE = 2e-3  # of rms over rms; a float16 has 11 bits
 INPUTS, COLUMNS = 512, 96
@@ -116,9 +120,26 @@ def _attention_error(device: torch.device, window: int | None, cap: float | None
     return worst
 
 
+def drawing(device: torch.device) -> float:
+    """Tokens drawn by all that the GPU knows: infinite where one is not the host's."""
+    size, position = 5000, 7
+    settings = Sampling(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, seed=1)
+    logits = torch.randn(1, size, device=device)
+    memory = {"position": torch.tensor([position - 1], dtype=torch.int32, device=device),
+              "token": torch.zeros(1, dtype=torch.int64, device=device),
+              "results": torch.full((RESULTS,), -1, dtype=torch.int32).pin_memory()}  # fmt: skip
+    sampler = TokenSampler(device, size)
+    sampler.set_rows(sampling_row(settings, size, memory))
+    sampler.queue(logits)
+    torch.cuda.synchronize(device)
+    expected = Sampler(settings, ()).sample(logits[0].numpy(force=True), position)
+    return 0.0 if memory["token"].item() == expected else float("inf")
+
+
 FAMILIES: Mapping[str, Family] = {
-    "EXL2 products": Family(("gemv.cu", "arrange.cu", "reconstruct.cu"), exl2),
-    "GPTQ products": Family(("gemv.cu", "arrange.cu", "reconstruct.cu"), gptq),
+    "EXL2 products": Family(("gemv.cu", "gemm.cu", "arrange.cu", "reconstruct.cu"), exl2),
+    "GPTQ products": Family(("gemv.cu", "gemm.cu", "arrange.cu", "reconstruct.cu"), gptq),
     "norms and activations": Family(("norm.cu", "gate.cu"), rows),
-    "attention": Family(("attention.cu", "rope_cache.cu"), attention),
+    "attention": Family(("attention.cu", "rope_cache.cu", "prefill_attention.cu", "expand_cache.cu"), attention),
+    "drawing": Family(("sample.cu",), drawing),
 }

@@ -13,6 +13,7 @@ from exl2chat.engine.weights import Weights, load_weights
 from exl2chat.model.checkpoint import Checkpoint
 from exl2chat.model.config import ModelConfig
 from exl2chat.ops import Heads, Ops, compile_for, select
+from exl2chat.ops.sample import TokenSampler
 from exl2chat.progress import Progress
 
 PREFILL_CHUNK = 512
@@ -72,6 +73,7 @@ class Transformer:
             for count in counts:
                 take(count, 0)
                 take(count, cache.capacity - count)
+            TokenSampler(self.device, 1).queue(torch.empty(1, 1, device=self.device))
 
         compile_for(rehearse, progress)
         progress("trying the largest step")
