@@ -163,6 +163,23 @@ __device__ __forceinline__ void quantize(const float (&x)[(SIZE + 31) / 32], u8*
     }
 }
 
+// One warp copies a token from tile to tile.
+template <int BITS, int SIZE>
+__device__ __forceinline__ void copy_token(u8* to, const u8* from, int token) {
+    using T = Tile<BITS, SIZE>;
+    const int octet = threadIdx.x & 31;
+    if (octet < T::OCTETS) {
+        const int at = T::place(octet >> 2, token, octet & 3);
+#pragma unroll
+        for (int i = 0; i < T::LOW / 4; i++) ((u32*)to)[at * (T::LOW / 4) + i] = ((const u32*)from)[at * (T::LOW / 4) + i];
+        if (BITS == 6) ((u16*)(to + T::HIGHS))[at] = ((const u16*)(from + T::HIGHS))[at];
+    }
+    if (octet < T::BLOCKS) {
+        const int at = octet * T::TOKENS + token;
+        ((u16*)(to + T::SCALES))[at] = ((const u16*)(from + T::SCALES))[at];
+    }
+}
+
 // One warp turns a tile into rows of float16, `pitch` numbers apart and aligned to 16 bytes: [16 tokens][SIZE], still
 // rotated. Tokens from `valid` on become zeros: nothing that lies there unwritten gets into a product.
 template <int BITS, int SIZE>
