@@ -9,21 +9,24 @@
 //           position [1] int32: where the first of the tokens goes
 //           q        [T, H, D] float16
 //           cache    [2, G, S, D] float16, keys before values: the pages of a sequence follow one another
-// launch    grid (H + 2 G, T), 32 threads; D = HEAD_DIM, a macro
+// launch    grid (ceil((H + 2 G) / WARPS), T), WARPS * 32 threads, a warp a head; D = HEAD_DIM, a macro
 // limits    R even, R <= D; position + T <= S, and <= positions
 // numerics  float32, results rounded once to float16
 // reference attends of exl2chat/ops/reference.py; tests/gpu/test_attention.py
 
 #include "rope.cuh"
 
+constexpr int WARPS = 8;  // blocks of one warp took 120 us for 2048 tokens of 32 / 8 heads of 128
+
 template <typename T>
 __device__ __forceinline__ void rope_cache(const T* qkv, int parts, const Turning& turning, const int* position,
                                            __half* q, __half* cache, int heads, int groups, long long room) {
-    __shared__ float v[HEAD_DIM];
+    __shared__ float v[WARPS][HEAD_DIM];
     constexpr int size = HEAD_DIM;
-    const int head = blockIdx.x, row = blockIdx.y, all = heads + 2 * groups;
-    await_predecessor();
+    const int warp = threadIdx.x >> 5, head = blockIdx.x * WARPS + warp, row = blockIdx.y, all = heads + 2 * groups;
     release_successor();
+    await_predecessor();
+    if (head >= all) return;
     const int place = *position + row;
     // the heads of the cache, keys and values, follow the queries in qkv
     __half* to = head < heads ? q + ((size_t)row * heads + head) * size
@@ -32,14 +35,14 @@ __device__ __forceinline__ void rope_cache(const T* qkv, int parts, const Turnin
     qkv += ((size_t)row * all + head) * size;
     auto loaded = load_head<size>(qkv, parts, stride, turning, head, heads + groups, place, true);
     add_rest(loaded, qkv, parts, stride);
-    turn_head(loaded, turning, v, to);
+    turn_head(loaded, turning, v[warp], to);
 }
 
-#define ROPE_CACHE(name, T)                                                                                         \
-    extern "C" __global__ void __launch_bounds__(32)                                                               \
-    name(const T* qkv, int parts, const __grid_constant__ Turning turning, const int* position, __half* q,         \
-         __half* cache, int heads, int groups, long long room) {                                         \
-        rope_cache(qkv, parts, turning, position, q, cache, heads, groups, room);                            \
+#define ROPE_CACHE(name, T)                                                                                \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32)                                               \
+    name(const T* qkv, int parts, const __grid_constant__ Turning turning, const int* position, __half* q, \
+         __half* cache, int heads, int groups, long long room) {                                           \
+        rope_cache(qkv, parts, turning, position, q, cache, heads, groups, room);                          \
     }
 ROPE_CACHE(rope_cache_half, __half)
 ROPE_CACHE(rope_cache_float, float)

@@ -5,18 +5,17 @@ rows pass between packed matrices as these take and give them: fragments, and pa
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from exl2chat import kernels
 from exl2chat.kernels import Argument, Kernel
-from exl2chat.ops import reference
 from exl2chat.ops.attention import Heads, Store
+from exl2chat.ops.cuda_prefill import prefill_attention
 from exl2chat.ops.packed import Norm, Weight
 from exl2chat.ops.tiled import TiledWeight
 
@@ -25,6 +24,7 @@ MAX_WIDTH = 16384  # of a row that norm.cu holds in registers: 1024 threads, 4 *
 MAX_HEAD_DIM = 256
 TILE = 16
 MAX_SPLITS = 128
+ROPE_WARPS = 8  # of a block of rope_cache.cu
 MAX_TILED_DIM = 128  # two tiles of queries of larger heads do not fit the registers
 # Warps and stages of attention.cu, best first: the first that fits the shared memory is taken.
 SHAPES = ((8, 3), (4, 3), (4, 2), (2, 2), (1, 2))
@@ -101,13 +101,8 @@ class CudaOps:
     def attends(self, store: Store, count: int, heads: Heads, windows: Sequence[int | None]) -> "list[_Attend]":
         """As the reference; with up to MAX_ROWS tokens, nothing in it depends on `store.length`."""
         layers = store.storage.flatten(3, 4).unbind(0)
-        if count <= MAX_ROWS:
-            return [_Attend(self, store, layer, heads, w, None) for layer, w in zip(layers, windows, strict=True)]
-        views = reference.attends(store, count, heads, windows)
-        return [
-            _Attend(self, store, layer, heads, window, _fused(view, count, window))
-            for layer, view, window in zip(layers, views, windows, strict=True)
-        ]
+        prompt = count > MAX_ROWS
+        return [_Attend(self, store, layer, heads, w, prompt) for layer, w in zip(layers, windows, strict=True)]
 
     def rope_cache(self, qkv: Tensor, head_norm: Norm | None, store: Store, layer: Tensor, heads: Heads) -> Tensor:
         """The queries of qkv, normalised and turned, float16 [T, H, D]; its keys and values go to `layer`
@@ -116,7 +111,7 @@ class CudaOps:
         q = torch.empty(count, heads.queries, size, dtype=torch.float16, device=self._device)
         kernel = kernels.load("rope_cache.cu", f"rope_cache_{_suffix(qkv)}", self._device, HEAD_DIM=size)
         kernel.launch(
-            (heads.queries + 2 * heads.groups, count), 32, 0,
+            (-(-(heads.queries + 2 * heads.groups) // ROPE_WARPS), count), 32 * ROPE_WARPS, 0,
             qkv, _parts(qkv), _turning(head_norm, store), store.position, q, layer, heads.queries, heads.groups,
             np.array(layer.shape[2], np.int64),
         )  # fmt: skip
@@ -170,30 +165,20 @@ class CudaOps:
 
 @dataclass(frozen=True, slots=True)
 class _Attend:
-    """An Attend: through our kernel, or through torch where there is a `view` of many tokens."""
+    """An Attend, of a few tokens or of a prompt."""
 
     ops: CudaOps
     store: Store
     layer: Tensor
     heads: Heads
     window: int | None
-    view: reference.View | None
+    prompt: bool
 
     def __call__(self, qkv: Tensor, head_norm: Norm | None, into: Weight) -> Tensor:
-        if self.view is None:
+        if not self.prompt:
             return self.ops.attention(qkv, head_norm, self.store, self.layer, self.heads, self.window, into)
         q = self.ops.rope_cache(qkv, head_norm, self.store, self.layer, self.heads)
-        view = self.view
-        return reference.attention(q, view.keys, view.values, self.heads.scale, view.mask, self.heads.cap)
-
-
-def _fused(view: reference.View, count: int, window: int | None) -> reference.View:
-    """The view with its mask as torch's fused attention takes it: causal order needs none."""
-    total = view.keys.shape[2]
-    if view.mask is None or view.heads.cap is not None:
-        return view
-    causal = window is None or total <= window
-    return replace(view, mask=causal_lower_right(count, total)) if causal else view
+        return prefill_attention(q, self.layer, self.store.length, self.heads, self.window)
 
 
 _NOWHERE = np.array(0, np.uint64)
