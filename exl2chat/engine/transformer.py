@@ -13,6 +13,7 @@ from exl2chat.engine.weights import Weights, load_weights
 from exl2chat.model.checkpoint import Checkpoint
 from exl2chat.model.config import ModelConfig
 from exl2chat.ops import Heads, Ops, select
+from exl2chat.ops.attention import PLAIN_BITS
 from exl2chat.progress import Progress
 
 PREFILL_CHUNK = 512
@@ -48,9 +49,9 @@ class Transformer:
     def weight_bytes(self) -> int:
         return self.weights.nbytes
 
-    def new_cache(self, context: int) -> KVCache:
-        """An empty cache for up to `context` tokens."""
-        return KVCache(self.config, context, self.device, self.dtype)
+    def new_cache(self, context: int, bits: int = PLAIN_BITS) -> KVCache:
+        """An empty cache for up to `context` tokens, in `bits` a value (cache.BITS)."""
+        return KVCache(self.config, context, self.device, self.dtype, bits)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: KVCache, last_only: bool = False) -> Tensor:

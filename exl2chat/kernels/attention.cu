@@ -90,11 +90,6 @@ __device__ __forceinline__ bool has(const Part& part, int place) {
     return place / (PAGE * TILE) % gridDim.x == blockIdx.x;
 }
 
-__device__ __forceinline__ u32 pair(float low, float high) {
-    const __half2 both = __floats2half2_rn(low, high);
-    return *(const u32*)&both;
-}
-
 // One of the heads that a block turns: the queries of its group, then, where it has the tokens, their keys and values.
 struct Place {
     int row, head, kind;  // kind: 0 a key, 1 a value, -1 a query
@@ -409,7 +404,7 @@ __device__ __forceinline__ void attend_tokens(const Problem& p, const Part& part
         const bool is_new = token + TILE > part.position;
         float s[QTILES][2][4] = {};
         u32 weights[QTILES][2];
-        await_copies<RING - 1>();
+        await_groups<RING - 1>();
         if (is_new) Cache::patch(ring.now(), fresh, 0, token, part.position, p.rows);
         score(s, queries, ring.now());
         ring.turn(part);
@@ -418,12 +413,12 @@ __device__ __forceinline__ void attend_tokens(const Problem& p, const Part& part
             mask(s[q][0], s[q][1], p, token, own[q]);
             weigh(running[q], s[q][0], weights[q]);
         }
-        await_copies<RING - 1>();
+        await_groups<RING - 1>();
         if (is_new) Cache::patch(ring.now(), fresh, 1, token, part.position, p.rows);
         absorb(running, weights, ring.now(), part.end - token);
         ring.turn(part);
     }
-    await_copies<0>();
+    await_groups<0>();
 }
 
 template <typename T>
@@ -459,8 +454,12 @@ __device__ __forceinline__ void attend(const Problem& p) {
     finish(p, part, share, count, (float*)stages, stats);
 }
 
+// Registers for as many threads: half of a multiprocessor's for one tile of queries, where the next kernel can begin
+// beside this one; more where sums would not fit.
+constexpr int BOUND = HEAD_DIM * QTILES <= 128 ? 512 : HEAD_DIM * QTILES <= 384 ? 384 : WARPS * 32;
+
 #define ATTENTION(name, T)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32, HEAD_DIM * QTILES <= 256 ? 2 : 1)                        \
+    extern "C" __global__ void __launch_bounds__(BOUND)                                                              \
     name(const __grid_constant__ Problem p) {                                                                         \
         attend<T>(p);                                                                                                 \
     }

@@ -16,16 +16,9 @@
 
 #pragma once
 #include "cache.cuh"
+#include "fragments.cuh"
 
-__device__ __forceinline__ void copy16(void* to, const void* from, bool valid) {
-    const u32 address = (u32)__cvta_generic_to_shared(to);
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(valid ? 16 : 0));
-#else
-    *(uint4*)to = valid ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
-#endif
-}
-
+// Copies asked for since the last `commit` are a group; all but the `PENDING` latest groups have arrived.
 __device__ __forceinline__ void commit() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -33,23 +26,11 @@ __device__ __forceinline__ void commit() {
 }
 
 template <int PENDING>
-__device__ __forceinline__ void await_copies() {
+__device__ __forceinline__ void await_groups() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 #endif
     __syncwarp();
-}
-
-__device__ __forceinline__ void matrices(u32 (&r)[4], const __half* at) {
-    const u32 address = (u32)__cvta_generic_to_shared(at);
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
-}
-
-__device__ __forceinline__ void transposed(u32 (&r)[4], const __half* at) {
-    const u32 address = (u32)__cvta_generic_to_shared(at);
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
 
 template <int BITS, int SIZE>
@@ -124,7 +105,7 @@ struct Cached {
     static __device__ __forceinline__ void fetch(u8* stage, const u8* head, int token, int end) {
         const u8* from = head + (size_t)(token / 16) * T::BYTES;
         if (token < end)
-            for (int i = threadIdx.x & 31; i < T::BYTES / 16; i += 32) copy16(stage + i * 16, from + i * 16, true);
+            for (int i = threadIdx.x & 31; i < T::BYTES / 16; i += 32) copy16(stage + i * 16, from + i * 16);
     }
     // rows 2 t and 2 t + 1 are tokens t and t + 4: what four lanes load of values lies side by side
     static __device__ __forceinline__ int token(int row) { return (row & 8) + (row >> 1 & 3) + 4 * (row & 1); }

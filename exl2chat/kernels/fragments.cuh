@@ -7,7 +7,7 @@
 #include "common.cuh"
 
 // 16 bytes into shared memory, zeros where they are not `valid`; done after await_copies.
-__device__ __forceinline__ void copy16(__half* to, const __half* from, bool valid) {
+__device__ __forceinline__ void copy16(void* to, const void* from, bool valid = true) {
 #if __CUDA_ARCH__ >= 800
     const u32 address = (u32)__cvta_generic_to_shared(to);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(valid ? 16 : 0));

@@ -66,6 +66,17 @@ class CacheFormat:
         values = (torch.unflatten(codes.flatten(-2), -1, (-1, self.block)).float() + (0.5 - middle)) * scales
         return values.half().flatten(-2)
 
+    def write(self, tiles: Tensor, start: int, rows: Tensor) -> None:
+        """Rows [heads, T, row_bytes] as the tokens from `start` on of tiles [heads, n, 16 * row_bytes]."""
+        tokens = torch.arange(start, start + rows.shape[1], device=tiles.device)
+        tiles[:, tokens.unsqueeze(1) // TOKENS, self.places(tiles.device)[tokens % TOKENS]] = rows
+
+    def read(self, tiles: Tensor, start: int, end: int) -> Tensor:
+        """Rows [heads, end - start, row_bytes] of tokens in tiles [heads, n, 16 * row_bytes]."""
+        first = start // TOKENS
+        rows = tiles[:, first : -(-end // TOKENS)][..., self.places(tiles.device).flatten()]
+        return rows.view(len(tiles), -1, self.row_bytes)[:, start - first * TOKENS : end - first * TOKENS]
+
     def places(self, device: torch.device) -> Tensor:
         """Where in a tile each byte of each of its 16 rows lies, int64 [16, row_bytes]."""
         return _places(self.bits, self.size, device)

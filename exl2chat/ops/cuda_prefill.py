@@ -46,7 +46,7 @@ class Shape:
         return (self.queries + 2 * self.keys) * 2 * (size + 8)
 
 
-def prefill_attention(q: Tensor, layer: Tensor, start: int, heads: Heads, window: int | None) -> Tensor:
+def prefill_attention(q: Tensor, layer: Tensor, start: int, heads: Heads, window: int | None, bits: int = 16) -> Tensor:
     """Attention of q float16 [T, H, D], of tokens from `start` on, over `layer` [2, G, S, D], which holds these too:
     float16 [T, H * D]. Each looks at the tokens up to its own, within the window.
 
