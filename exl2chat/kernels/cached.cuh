@@ -33,6 +33,9 @@ __device__ __forceinline__ void await_groups() {
     __syncwarp();
 }
 
+// A line of 128 bytes from memory to the L2 cache.
+__device__ __forceinline__ void ahead(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
+
 template <int BITS, int SIZE>
 struct Cached;
 
@@ -52,6 +55,10 @@ struct Cached<16, SIZE> {
             const bool valid = token + row < end;
             copy16(stage + row * PITCH * 2 + column, head + (valid ? (size_t)(token + row) * SIZE * 2 + column : 0), valid);
         }
+    }
+    static __device__ __forceinline__ void prefetch(const u8* head, int token, int end) {
+        const u8* line = head + (size_t)token * SIZE * 2 + (threadIdx.x & 31) * 128;
+        if (token < end && (SIZE * 32 >= 4096 || (threadIdx.x & 31) * 128 < SIZE * 32)) ahead(line);
     }
     static __device__ __forceinline__ int token(int row) { return row; }
     static __device__ __forceinline__ int dimension(int m, int i) {
@@ -89,6 +96,7 @@ struct Cached<16, SIZE> {
         const int first = max(token, position), count = min(token + 16, position + rows) - first;
         const __half* from = (const __half*)fresh + (kind * rows + first - position) * PITCH;
         __half* to = (__half*)stage + (first - token) * PITCH;
+#pragma unroll 1
         for (int i = threadIdx.x & 31; i < count * (PITCH / 8); i += 32) ((uint4*)to)[i] = ((const uint4*)from)[i];
         __syncwarp();
     }
@@ -104,8 +112,16 @@ struct Cached {
 
     static __device__ __forceinline__ void fetch(u8* stage, const u8* head, int token, int end) {
         const u8* from = head + (size_t)(token / 16) * T::BYTES;
-        if (token < end)
-            for (int i = threadIdx.x & 31; i < T::BYTES / 16; i += 32) copy16(stage + i * 16, from + i * 16);
+        if (token >= end) return;
+#pragma unroll
+        for (int i = 0; i < (T::BYTES + 511) / 512; i++) {
+            const int at = i * 512 + (threadIdx.x & 31) * 16;
+            if (at < T::BYTES) copy16(stage + at, from + at);
+        }
+    }
+    static __device__ __forceinline__ void prefetch(const u8* head, int token, int end) {
+        const int line = (threadIdx.x & 31) * 128;
+        if (token < end && line < T::BYTES) ahead(head + (size_t)(token / 16) * T::BYTES + line);
     }
     // rows 2 t and 2 t + 1 are tokens t and t + 4: what four lanes load of values lies side by side
     static __device__ __forceinline__ int token(int row) { return (row & 8) + (row >> 1 & 3) + 4 * (row & 1); }
@@ -138,10 +154,9 @@ struct Cached {
 #pragma unroll
             for (int n = 0; n < 2; n++) {
                 const int one = t + 8 * n, two = one + 4;
-                const __half zero = __float2half_rn(0);
-                const __half low = one < valid ? T::scale(stage, block, one) : zero;
-                const __half high = two < valid ? T::scale(stage, block, two) : zero;
-                dequantize<BITS>(v[n], pair_codes<BITS, SIZE>(stage, span, one, two, g), __halves2half2(low, high));
+                const u32 both = ((const u32*)(stage + T::SCALES))[block * 8 + t + 4 * n];
+                const u32 scales = both & ((one < valid ? 0xffff : 0) | (two < valid ? 0xffff0000 : 0));
+                dequantize<BITS>(v[n], pair_codes<BITS, SIZE>(stage, span, one, two, g), *(const __half2*)&scales);
             }
 #pragma unroll
         for (int m = 0; m < 2; m++)
@@ -159,6 +174,7 @@ struct Cached {
     }
     static __device__ __forceinline__ void patch(u8* stage, const u8* fresh, int kind, int token, int position, int rows) {
         const u8* tile = fresh + (2 * kind + token / 16 - position / 16) * T::BYTES;
+#pragma unroll 1
         for (int i = max(token, position); i < min(token + 16, position + rows); i++)
             copy_token<BITS, SIZE>(stage, tile, i % 16);
         __syncwarp();

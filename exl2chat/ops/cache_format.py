@@ -15,6 +15,8 @@ from torch import Tensor
 TOKENS = 16  # of a tile
 # Where the values x0 .. x7 of an octet lie among its fields: the even ones first.
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+# Which token's scale lies where among those of a block of a tile.
+SLOTS = (0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,8 @@ class CacheFormat:
         blocks = torch.unflatten(rows, -1, (-1, self.block))
         scales = (blocks.abs().amax(-1, keepdim=True) / middle).half()
         wide = scales.float()
-        codes = (blocks / wide).floor().add(middle).clamp_(0, 2 * middle - 1)
-        codes = torch.where(wide > 0, codes, middle).to(torch.uint8)
+        inverse = torch.where(wide > 0, 1 / wide, 0)
+        codes = (blocks * inverse).floor().add(middle).clamp_(0, 2 * middle - 1).to(torch.uint8)
         fields = torch.unflatten(codes.flatten(-2), -1, (-1, 8))[..., ORDER]
         planes = [fields] if self.bits == 8 else [_join(fields & 15, 4)]
         if self.bits == 6:
@@ -122,7 +124,8 @@ def _places(bits: int, size: int, device: torch.device) -> Tensor:
         planes.append(end + (TOKENS * 4 * span + token * in_span + octet % 4) * width + byte)
         end += TOKENS * octets * width
     token, block, byte = _grid(TOKENS, size // block_size(size), 2)
-    planes.append(end + (block * TOKENS + token) * 2 + byte)
+    slot = torch.tensor([SLOTS.index(i) for i in range(TOKENS)])[token]
+    planes.append(end + (block * TOKENS + slot) * 2 + byte)
     return torch.cat([plane.flatten(1) for plane in planes], 1).to(device)
 
 

@@ -50,10 +50,15 @@ class Shape:
     tiles: int
 
     @property
+    def tokens(self) -> int:
+        """Tiles of 16 tokens that a warp takes at a time. Two of a quantised cache: one lets its instructions wait."""
+        return 1 if self.bits == PLAIN_BITS else 2
+
+    @property
     def defines(self) -> dict[str, int]:
         return {
             "HEAD_DIM": self.size, "CACHE_BITS": self.bits, "WARPS": self.warps, "RING": self.ring,
-            "QTILES": self.tiles,
+            "QTILES": self.tiles, "TILES": self.tokens,
         }  # fmt: skip
 
     def dynamic(self, rows: int) -> int:
@@ -71,7 +76,7 @@ class Shape:
     @property
     def _each(self) -> int:
         """Bytes of a warp: its ring, whose memory its sums take over."""
-        return max(self.ring * tokens_bytes(self.size, self.bits), 8 * self.tiles * (self.size + 4) * 4)
+        return max(self.ring * self.tokens * tokens_bytes(self.size, self.bits), 8 * self.tiles * (self.size + 4) * 4)
 
 
 def tokens_bytes(size: int, bits: int) -> int:
@@ -89,10 +94,10 @@ def choose_shape(queries: int, size: int, bits: int, shared: int) -> Shape:
     most = max_tiles(size)
     blocks = -(-queries // (8 * most))
     tiles = -(-queries // (8 * blocks))
-    bytes_ = tokens_bytes(size, bits)
     for warps in (8, 4, 2, 1):
-        ring = max(3, min(8, 1 + -(-ON_THEIR_WAY // (warps * bytes_))))
-        if ring * warps * bytes_ <= RING_BYTES and Shape(size, bits, warps, ring, most).shared <= shared:
+        each = warps * Shape(size, bits, warps, 1, 1).tokens * tokens_bytes(size, bits)
+        ring = max(3, min(8, 1 + -(-ON_THEIR_WAY // each)))
+        if ring * each <= RING_BYTES and Shape(size, bits, warps, ring, most).shared <= shared:
             return Shape(size, bits, warps, ring, tiles)
     return Shape(size, bits, 1, 2, tiles)
 
