@@ -26,6 +26,7 @@ SOURCES = (
     "engine/tiling.py",
     "ops/attention.py",
     "ops/cuda.py",
+    "ops/cuda_prefill.py",
     "ops/kernel_benchmark.py",
     "ops/plan.py",
     "ops/tiled.py",

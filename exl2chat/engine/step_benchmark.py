@@ -21,7 +21,7 @@ HIDDEN, (VOCABULARY,) = HEAD
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 CONTEXTS = (128, 4096, 32768)
 ROWS = (1, 5)
-PROMPT = 2048
+PROMPTS = (2048, 8192)
 STEPS = 40
 
 
@@ -34,8 +34,11 @@ def measure_steps(device: torch.device, bandwidth: float) -> list[KernelRow]:
     model = random_model(device)
     cache = model.new_cache(max(CONTEXTS) + max(ROWS))
     cache.storage.normal_()
-    prompt = _median_seconds(lambda: _read_prompt(model, cache), 4)
-    result = [KernelRow(f"prompt of {PROMPT}", PROMPT, prompt * 1e6, _prompt_ceiling(device) * 1e6, "torch.mm")]
+    result = []
+    for count in PROMPTS:
+        seconds = _median_seconds(partial(_read_prompt, model, cache, count), 4)
+        ceiling = _prompt_ceiling(count, device)
+        result.append(KernelRow(f"prompt of {count}", count, seconds * 1e6, ceiling * 1e6, "torch.mm"))
     for context in CONTEXTS:
         seen = cache.storage[..., 0, 0, :].nbytes * context
         for rows in ROWS:
@@ -88,17 +91,17 @@ def _step(model: Transformer, cache: KVCache, tokens: list[int], context: int) -
     model.forward(ids, cache, last_only=True)[-1].numpy(force=True)
 
 
-def _read_prompt(model: Transformer, cache: KVCache) -> None:
+def _read_prompt(model: Transformer, cache: KVCache, count: int) -> None:
     cache.truncate(0)
-    tokens = torch.ones(PROMPT, dtype=torch.int64, device=model.device)
+    tokens = torch.ones(count, dtype=torch.int64, device=model.device)
     for chunk in torch.split(tokens, prefill_chunk(model.device)):
         model.forward(chunk, cache, last_only=True)
 
 
-def _prompt_ceiling(device: torch.device) -> float:
-    """Seconds of the bare products of a prompt."""
+def _prompt_ceiling(count: int, device: torch.device) -> float:
+    """Seconds of the bare products of a prompt of `count` tokens."""
     total = 0.0
-    x = torch.randn(PROMPT, max(k for k, _ in BODY.values()), device=device).half()
+    x = torch.randn(count, max(k for k, _ in BODY.values()), device=device).half()
     for k, widths in BODY.values():
         matrix = torch.randn(k, sum(widths), device=device).half()
         total += LAYERS * _median_seconds(partial(torch.mm, x[:, :k], matrix), 10)

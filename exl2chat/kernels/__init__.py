@@ -17,6 +17,8 @@ from exl2chat.errors import ModelError
 
 FOLDER = Path(__file__).parent
 OPTIONS = ("-std=c++17",)
+# wgmma is an instruction of this architecture alone, not of those that follow; NVRTC takes the last that it is given.
+HOPPER_OPTIONS = ("-arch=sm_90a",)
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.MULTILINE)
 _ONCE = "#pragma once\n"
 
@@ -85,9 +87,10 @@ def _load(name: str, function: str, device: int, defines: tuple[tuple[str, int],
         raise ModelError(f"the kernels need CuPy: {fault}", "pip install 'exl2chat[cuda13]', or --device cpu") from None
     try:
         with cupy.cuda.Device(device):
-            module = cupy.RawModule(code=source(name), options=options(dict(defines)), backend="nvrtc")
-            raw = module.get_function(function)
             properties = torch.cuda.get_device_properties(device)
+            flags = options(dict(defines)) + (HOPPER_OPTIONS if properties.major == 9 else ())
+            module = cupy.RawModule(code=source(name), options=flags, backend="nvrtc")
+            raw = module.get_function(function)
             most: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
             raw.max_dynamic_shared_size_bytes = most - raw.shared_size_bytes
             return Kernel(int(raw.kernel.ptr), properties.major >= 9)

@@ -16,12 +16,20 @@ __device__ __forceinline__ void copy16(void* to, const void* from, bool valid = 
 #endif
 }
 
-// All copies of all threads of the block have arrived, and none still reads what comes next to be overwritten.
+// What the threads of the block have written to shared memory can be read by all, and through the proxy of wgmma.
+__device__ __forceinline__ void publish() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+    __syncthreads();
+}
+
+// The copies of all threads of the block have arrived.
 __device__ __forceinline__ void await_copies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
-    __syncthreads();
+    publish();
 }
 
 // Four matrices of 8 x 8, each lane with the address of one of the 32 rows.

@@ -4,36 +4,45 @@
 //     token start + t looks at tokens <= start + t, with a window w > 0 only at those > start + t - w;
 //     cap(s) = c * tanh(s / c) with a soft cap c > 0, else s
 //
-// layout    q        [T, H, D] float16
-//           cache    [2, G, S, D] float16, keys before values: the pages of a sequence follow one another
+// layout    q        [T, H, D] float16; as the keys are turned where TURNED is 1, and out is then turned back
+//           cache    [2, G, S, D] float16, or [2, G, S / 16] tiles (cache.cuh) of CACHE_BITS = 4, 6 or 8 bits; keys
+//                    before values, the pages of a sequence follow one another
 //           out      [T, H, D] float16
 //           partial  [parts, T * H, D] float32, stats [parts, T * H] float2 (maximum, sum): work space of several parts
 // launch    prefill_attention: grid (G * parts, ceil(T * H / G / QUERIES)), QUERIES = 16 MTILES WARPS; WARPS * 32
 //           threads. A block has QUERIES queries (t, h) of one group, a warp MTILES times 16 of them, and of the tiles of
-//           KEYS tokens that they may look at one of `parts` shares. The blocks with most to do begin first. Shared bytes
-//           (QUERIES + 2 KEYS) * 2 * (HEAD_DIM + 8)
+//           KEYS tokens that they may look at one of `parts` shares. The blocks with most to do begin first. Shared
+//           bytes (QUERIES + 4 KEYS) * 2 * PITCH, two tiles at a time, or of a quantised cache one and the next as it is:
+//           (QUERIES + 2 KEYS) * 2 * PITCH + 2 KEYS * ROW
 //           merge_parts, with several parts: grid (ceil(T * H / 4), 1), 128 threads
-// limits    D = HEAD_DIM, a multiple of 16 up to 256; rows aligned to 16 bytes; KEYS a multiple of 16
+// limits    D = HEAD_DIM, a multiple of 16 up to 256, with WGMMA of 64; rows aligned to 16 bytes; KEYS a multiple of 16
 // numerics  float16 products, float32 sums; softmax in float32 to the base 2, its weights rounded to float16 for their
 //           product with v. Tiles begin at multiples of KEYS whatever the chunk, and one without a visible token changes
 //           nothing: with one part a query's result is the same to the bit however a prompt is cut into chunks. Parts are
 //           added in fixed order: bit-equal at every call
-// measured  see below
+// measured  NVIDIA H200, 2026-11-21, us, 32 / 8 heads of 128 (torch 2.11's flash attention in brackets): 2048 tokens at
+//           the start 101 (164), after 6144 532 (764), that is 452 TFLOP/s; with a window of 1024 106, a soft cap 751;
+//           8 / 4 bits, copied to float16 before, 581 / 590. 32 tokens after 8192 37 (44), after 32736 76 (140), 8 / 4
+//           bits as they are 46 / 47 and 101 / 102. With mma.sync 2048 tokens take 132 and 777
 // reference attends of exl2chat/ops/reference.py; tests/gpu/test_prefill_attention.py
 // source    FlashAttention-2 (arXiv 2307.08691); a maximum that stays needs no rescaling (FlashAttention-4)
 
-#include "fragments.cuh"
+#include "attention_products.cuh"
+#include "cache.cuh"
 
 constexpr int THREADS = WARPS * 32;
 constexpr int QUERIES = WARPS * MTILES * 16;
-constexpr int PITCH = HEAD_DIM + 8;
-constexpr int CHUNKS = HEAD_DIM / 8;  // of 16 bytes in a row
-constexpr int STEPS = HEAD_DIM / 16;
+constexpr int ENOUGH = WGMMA && HEAD_DIM <= 128 ? 16 / WARPS : 1;  // blocks of a multiprocessor, by their registers
+constexpr int CHUNKS = HEAD_DIM / 8;                         // of 16 bytes in a row
+constexpr bool QUANTISED = CACHE_BITS < 16;
+typedef Tile<CACHE_BITS, HEAD_DIM> Packed;
+constexpr int ROW = QUANTISED ? Packed::BYTES / 16 : 2 * HEAD_DIM;  // bytes of a token in the cache
 constexpr float LOG2E = 1.44269504f;
 constexpr float NOTHING = -1.f / 0.f;  // the score of a token that a query must not look at
 
 struct Problem {
-    const __half *q, *cache;
+    const __half* q;
+    const u8* cache;
     __half* out;
     float* partial;
     float2* stats;
@@ -73,52 +82,44 @@ __device__ __forceinline__ void fetch_queries(__half* to, const Problem& p, cons
     for (int i = threadIdx.x; i < QUERIES * CHUNKS; i += THREADS) {
         const int query = i / CHUNKS, column = i % CHUNKS * 8;
         const bool valid = query < t.count;
-        copy16(to + query * PITCH + column, p.q + (valid ? (size_t)row_of(p, t, query) * HEAD_DIM + column : 0), valid);
+        const size_t from = valid ? (size_t)row_of(p, t, query) * HEAD_DIM + column : 0;
+        copy16(to + place(QUERIES, query, column), p.q + from, valid);
     }
 }
 
-// KEYS tokens of keys or values, zeros where there is no token.
-__device__ __forceinline__ void fetch_tile(__half* to, const __half* from, int token, int end) {
+// KEYS tokens as they are in the cache: rows of float16, zeros where there is no token, or tiles, of which some may lie
+// behind the last token.
+__device__ __forceinline__ void fetch_tile(void* to, const u8* from, int token, int end) {
+    constexpr int each = QUANTISED ? KEYS * ROW / 16 : KEYS * CHUNKS;
+    from += (size_t)token * ROW;
 #pragma unroll
-    for (int i = 0; i < (KEYS * CHUNKS + THREADS - 1) / THREADS; i++) {
+    for (int i = 0; i < (each + THREADS - 1) / THREADS; i++) {
         const int chunk = i * THREADS + threadIdx.x, row = chunk / CHUNKS, column = chunk % CHUNKS * 8;
-        if (KEYS * CHUNKS % THREADS && row >= KEYS) break;
-        const bool valid = token + row < end;
-        copy16(to + row * PITCH + column, from + (valid ? (size_t)(token + row) * HEAD_DIM + column : 0), valid);
+        if (each % THREADS && chunk >= each) break;
+        if (QUANTISED) copy16((u8*)to + chunk * 16, from + chunk * 16);
+        else copy16((__half*)to + place(KEYS, row, column), from + chunk * 16, token + row < end);
     }
 }
 
-// Scores of 16 queries and KEYS tokens, then their weights; in fragments, like the sums of values.
-typedef float Scores[KEYS / 8][4];
-typedef float Sums[2 * STEPS][4];
+// Tiles to rows of float16, zeros where there is no token.
+__device__ __forceinline__ void expand(__half* to, const u8* from, int token, int end) {
+    for (int i = threadIdx.x; i < KEYS * CHUNKS; i += THREADS) {
+        const int row = i % 16 + i / (16 * CHUNKS) * 16, octet = i / 16 % CHUNKS;
+        const u8* tile = from + row / 16 * 16 * ROW;
+        const __half scale = Packed::scale(tile, 8 * octet / Packed::BLOCK, row % 16);
+        u32 v[4];
+        dequantize<CACHE_BITS>(v, octet_codes<CACHE_BITS, HEAD_DIM>(tile, octet / 4, row % 16, octet % 4),
+                               __half2half2(scale));
+        *(uint4*)(to + place(KEYS, row, 8 * octet)) =
+            token + row < end ? make_uint4(v[0], v[1], v[2], v[3]) : make_uint4(0, 0, 0, 0);
+    }
+}
 
 // What a lane knows of 16 queries: rows g = lane / 4 and g + 8.
 struct Running {
     int own[2];  // the queries' tokens
-    float most[2], sum[2];
+    float most[2], sum[2];  // the largest score and the sum of weights, to the base 2
 };
-
-__device__ __forceinline__ void score(Scores (&s)[MTILES], const __half* queries, const __half* keys) {
-    const int lane = threadIdx.x & 31;
-    queries += (lane & 15) * PITCH + (lane >> 4) * 8;
-    keys += ((lane >> 4) * 8 + (lane & 7)) * PITCH + ((lane >> 3) & 1) * 8;
-#pragma unroll
-    for (int step = 0; step < STEPS; step++) {
-        u32 a[MTILES][4];
-#pragma unroll
-        for (int m = 0; m < MTILES; m++) matrices(a[m], queries + m * 16 * PITCH + step * 16);
-#pragma unroll
-        for (int n = 0; n < KEYS / 16; n++) {
-            u32 b[4];
-            matrices(b, keys + n * 16 * PITCH + step * 16);
-#pragma unroll
-            for (int m = 0; m < MTILES; m++) {
-                multiply(s[m][2 * n], a[m], b[0], b[1]);
-                multiply(s[m][2 * n + 1], a[m], b[2], b[3]);
-            }
-        }
-    }
-}
 
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
@@ -146,18 +147,18 @@ __device__ __forceinline__ void hide(Scores& s, const int (&own)[2], int token, 
         }
 }
 
-// Scores to weights, 2^(unit * (s - maximum)); what was summed so far to the new maximum.
+// Scores to weights, 2^(unit * s - maximum); what was summed so far to the new maximum.
 __device__ __forceinline__ void weigh(Scores& s, Running& r, Sums& sums, float unit) {
     float keep[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        float most = r.most[half];
+        float most = NOTHING;
 #pragma unroll
         for (int n = 0; n < KEYS / 8; n++) most = fmaxf(most, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-        const float base = most == NOTHING ? 0 : most * unit;
-        keep[half] = exp2_fast(fmaf(r.most[half], unit, -base));
+        most = fmaxf(r.most[half], fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * unit);
+        const float base = most == NOTHING ? 0 : most;
+        keep[half] = exp2_fast(r.most[half] - base);
         r.most[half] = most;
         float sum = 0;
 #pragma unroll
@@ -176,33 +177,41 @@ __device__ __forceinline__ void weigh(Scores& s, Running& r, Sums& sums, float u
         for (int i = 0; i < 4; i++) sums[n][i] *= keep[i >> 1];
 }
 
-__device__ __forceinline__ void add_values(Sums (&sums)[MTILES], const Scores (&s)[MTILES], const __half* values) {
+// Sums of turned values to what they are: `rotate` of cache.cuh in fragments.
+__device__ __forceinline__ void turn_back(Sums& sums) {
+    constexpr int block = Tile<8, HEAD_DIM>::BLOCK;
     const int lane = threadIdx.x & 31;
-    values += (((lane >> 3) & 1) * 8 + (lane & 7)) * PITCH + (lane >> 4) * 8;
 #pragma unroll
-    for (int k = 0; k < KEYS / 16; k++) {
-        u32 a[MTILES][4];
+    for (int n = 0; n < 2 * STEPS; n++)
 #pragma unroll
-        for (int m = 0; m < MTILES; m++)
+        for (int i = 0; i < 4; i += 2) {
+            float low = sums[n][i] + sums[n][i + 1], high = sums[n][i] - sums[n][i + 1];
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                a[m][i] = pair(s[m][2 * k + (i >> 1)][2 * (i & 1)], s[m][2 * k + (i >> 1)][2 * (i & 1) + 1]);
-#pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            u32 b[4];
-            transposed(b, values + k * 16 * PITCH + step * 16);
-#pragma unroll
-            for (int m = 0; m < MTILES; m++) {
-                multiply(sums[m][2 * step], a[m], b[0], b[1]);
-                multiply(sums[m][2 * step + 1], a[m], b[2], b[3]);
+            for (int step = 1; step < 4; step *= 2) {
+                const float l = __shfl_xor_sync(~0u, low, step), h = __shfl_xor_sync(~0u, high, step);
+                low = lane & step ? l - low : low + l;
+                high = lane & step ? h - high : high + h;
             }
+            sums[n][i] = low * rsqrtf(block);
+            sums[n][i + 1] = high * rsqrtf(block);
         }
-    }
+#pragma unroll
+    for (int step = 1; step < block / 8; step *= 2)
+#pragma unroll
+        for (int n = 0; n < 2 * STEPS; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                if (n & step) continue;
+                const float low = sums[n][i], high = sums[n + step][i];
+                sums[n][i] = low + high;
+                sums[n + step][i] = low - high;
+            }
 }
 
 // 16 queries, from `first` of the block on: what they came to, or of one part its sums.
-__device__ __forceinline__ void write(const Problem& p, const Task& t, Running& r, const Sums& sums, int first) {
+__device__ __forceinline__ void write(const Problem& p, const Task& t, Running& r, Sums& sums, int first) {
     const int lane = threadIdx.x & 31;
+    if (TURNED) turn_back(sums);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         float sum = r.sum[half];
@@ -223,46 +232,78 @@ __device__ __forceinline__ void write(const Problem& p, const Task& t, Running& 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) prefill_attention(const __grid_constant__ Problem p) {
-    extern __shared__ uint4 shared[];
+// The tokens that the queries of a group look at: some of (oldest - window, newest], all of (newest - window, oldest].
+struct Sight {
+    int oldest, newest, window;
+    // of the tile that begins at `token`
+    __device__ __forceinline__ bool some(int token) const {
+        return token <= newest && token + KEYS - 1 > oldest - window;
+    }
+    __device__ __forceinline__ bool all(int token) const {
+        return token + KEYS - 1 <= oldest && token > newest - window;
+    }
+};
+
+__device__ __forceinline__ int token_of(const Problem& p, const Task& t, int query) {
+    return p.start + (t.first + min(query, t.count - 1)) / t.share;
+}
+
+// The weights of the queries from `first` on for a tile of keys.
+__device__ __forceinline__ void weigh_tile(const Problem& p, const Sight& sight, const __half* queries, int first,
+                                           const __half* keys, int token, Scores (&s)[MTILES],
+                                           Running (&running)[MTILES], Sums (&sums)[MTILES]) {
+    score(s, queries, first, keys);
+#pragma unroll
+    for (int m = 0; m < MTILES; m++) {
+        if (p.cap > 0) soften(s[m], p.scale, p.cap);
+        if (!sight.all(token)) hide(s[m], running[m].own, token, sight.window);
+        weigh(s[m], running[m], sums[m], p.cap > 0 ? LOG2E : p.scale * LOG2E);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, ENOUGH) prefill_attention(const __grid_constant__ Problem p) {
+    extern __shared__ __align__(1024) uint4 shared[];
     release_successor();
     const Task t = find_task(p);
-    const int lane = threadIdx.x & 31, mine = (threadIdx.x >> 5) * MTILES * 16;
-    const int total = p.start + p.rows, window = p.window > 0 ? p.window : 1 << 30;
-    const __half* from_keys = p.cache + (size_t)t.group * p.room * HEAD_DIM;
-    const __half* from_values = from_keys + (size_t)p.groups * p.room * HEAD_DIM;
-    __half *queries = (__half*)shared, *keys = queries + QUERIES * PITCH, *values = keys + KEYS * PITCH;
-    auto token_of = [&](int query) { return p.start + (t.first + min(query, t.count - 1)) / t.share; };
-    const int oldest = token_of(mine), newest = token_of(mine + MTILES * 16 - 1);  // of this warp
+    const int lane = threadIdx.x & 31, mine = (threadIdx.x >> 5) * MTILES * 16, group = WGMMA ? mine / GROUP * GROUP : mine;
+    const int total = p.start + p.rows;
+    const Sight sight = {token_of(p, t, group), group < t.count ? token_of(p, t, group + GROUP - 1) : -1,
+                         p.window > 0 ? p.window : 1 << 30};
+    const u8 *from_keys = p.cache + t.group * p.room * ROW, *from_values = from_keys + p.groups * p.room * ROW;
+    __half *queries = (__half*)shared, *rows = queries + QUERIES * PITCH;  // rows: keys, then values of each stage
+    u8* packed = (u8*)(rows + 2 * KEYS * PITCH);                           // the same of a quantised cache
 
     Running running[MTILES];
     Sums sums[MTILES] = {};
 #pragma unroll
     for (int m = 0; m < MTILES; m++)
-        running[m] = {{token_of(mine + m * 16 + (lane >> 2)), token_of(mine + m * 16 + 8 + (lane >> 2))},
+        running[m] = {{token_of(p, t, mine + m * 16 + lane / 4), token_of(p, t, mine + m * 16 + 8 + lane / 4)},
                       {NOTHING, NOTHING}};
     await_predecessor();
     fetch_queries(queries, p, t);
-    fetch_tile(keys, from_keys, t.begin * KEYS, total);
-    for (int tile = t.begin; tile < t.end; tile++) {
-        const int token = tile * KEYS;
-        const bool some = mine < t.count && token <= newest && token + KEYS - 1 > oldest - window;
-        const bool all = token + KEYS - 1 <= oldest && token > newest - window;
+    int stage = 0;
+    auto fetch = [&](int token) {
+        if (token >= t.end * KEYS) return;
+        __half* to = rows + stage * 2 * KEYS * PITCH;
+        fetch_tile(QUANTISED ? (void*)packed : to, from_keys, token, total);
+        fetch_tile(QUANTISED ? (void*)(packed + KEYS * ROW) : to + KEYS * PITCH, from_values, token, total);
+    };
+    fetch(t.begin * KEYS);
+    for (int token = t.begin * KEYS; token < t.end * KEYS; token += KEYS) {
+        const __half *keys = rows + stage * 2 * KEYS * PITCH, *values = keys + KEYS * PITCH;
         await_copies();
-        fetch_tile(values, from_values, token, total);
-        Scores s[MTILES] = {};
-        if (some) {
-            score(s, queries + mine * PITCH, keys);
-#pragma unroll
-            for (int m = 0; m < MTILES; m++) {
-                if (p.cap > 0) soften(s[m], p.scale, p.cap);
-                if (!all) hide(s[m], running[m].own, token, window);
-                weigh(s[m], running[m], sums[m], p.cap > 0 ? LOG2E : p.scale * LOG2E);
-            }
+        if (QUANTISED) {
+            expand(rows, packed, token, total);
+            expand(rows + KEYS * PITCH, packed + KEYS * ROW, token, total);
+            publish();
+        } else {
+            stage ^= 1;
         }
-        await_copies();
-        if (tile + 1 < t.end) fetch_tile(keys, from_keys, token + KEYS, total);
-        if (some) add_values(sums, s, values);
+        fetch(token + KEYS);
+        if (!sight.some(token)) continue;
+        Scores s[MTILES] = {};
+        weigh_tile(p, sight, queries, group, keys, token, s, running, sums);
+        add_values(sums, s, values);
     }
 #pragma unroll
     for (int m = 0; m < MTILES; m++) write(p, t, running[m], sums[m], mine + m * 16);
@@ -274,18 +315,17 @@ extern "C" __global__ void __launch_bounds__(128) merge_parts(const __grid_const
     const int rows = p.rows * p.heads, row = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     await_predecessor();
     if (row >= rows) return;
-    const float unit = p.cap > 0 ? LOG2E : p.scale * LOG2E;
     float most = NOTHING, sum = 0;
     for (int part = 0; part < p.parts; part++) most = fmaxf(most, p.stats[(size_t)part * rows + row].x);
     for (int part = 0; part < p.parts; part++) {
         const float2 stats = p.stats[(size_t)part * rows + row];
-        sum += stats.y * exp2_fast((stats.x - most) * unit);
+        sum += stats.y * exp2_fast(stats.x - most);
     }
     for (int column = 2 * lane; column < HEAD_DIM; column += 64) {
         float2 total = make_float2(0, 0);
         for (int part = 0; part < p.parts; part++) {
             const size_t at = (size_t)part * rows + row;
-            const float weight = exp2_fast((p.stats[at].x - most) * unit);
+            const float weight = exp2_fast(p.stats[at].x - most);
             const float2 v = *(const float2*)(p.partial + at * HEAD_DIM + column);
             total = make_float2(total.x + weight * v.x, total.y + weight * v.y);
         }
