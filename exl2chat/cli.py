@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -162,7 +163,13 @@ def parser() -> _Parser:
     _add_common(parser, CHAT)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in COMMANDS:
-        child = commands.add_parser(command.name, help=command.help, description=command.help, allow_abbrev=False)
+        child = commands.add_parser(
+            command.name,
+            help=command.help,
+            description=command.help,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
         child.command = command
         _add_common(child, command)
     return parser
@@ -182,8 +189,12 @@ def _add_common(parser: argparse.ArgumentParser, command: Command) -> None:
         section = parser.add_argument_group(title)
         for row in OPTIONS:
             if row.group == group:
-                shown = {} if group in command.groups else {"help": argparse.SUPPRESS}
+                shown = {} if group in command.groups and not row.rare else {"help": argparse.SUPPRESS}
                 section.add_argument(row.flag, **{**_argument(row), **shown})
+    rare = " ".join(row.flag for row in OPTIONS if row.rare and row.group in command.groups)
+    if rare:
+        lines = textwrap.wrap(rare, 78, break_on_hyphens=False)
+        parser.add_argument_group("more of how tokens are drawn (`/set` in the chat explains)", "\n".join(lines))
 
 
 def _argument(row: Option) -> dict[str, Any]:

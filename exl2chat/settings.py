@@ -21,15 +21,24 @@ from exl2chat.errors import UsageError
 
 Origin = Literal["default", "model", "config.toml", "session", "environment", "flag", "/set"]
 Value = str | int | float | bool | None
+MAX_BIAS = 100.0  # a token so much less likely is never drawn
 LAYERS: tuple[Origin, ...] = ("default", "model", "config.toml", "session", "environment", "flag", "/set")
 
 
 class Sampling(msgspec.Struct, frozen=True):
     """How the next token is drawn. Every default is neutral but those of temperature and top_p.
 
-    temperature 0 is greedy. top_k keeps k tokens (0 is off); top_p the smallest set whose probabilities reach p (1 is
-    off); min_p those at least min_p times as likely as the best (0 is off). Penalties look at the last `penalty_range`
-    tokens (-1: all), full strength inside, fading linearly over `penalty_decay` more. `seed` None draws one per reply.
+    What an option sets is explained by its row in `OPTIONS`; the engine's `STEPS` say in which order the steps run, but
+    those that `step_order` names come first. temperature 0 is greedy; with a max_temperature above 0 the temperature
+    is dynamic instead. Penalties look at the last `penalty_range` tokens (-1: all), full strength inside, fading
+    linearly over `penalty_decay` more. `seed` None draws one per reply.
+
+    Only here: `mirostat_mu`, where mirostat's limit begins (None: at twice its target); `dry_max_length`, from which on
+    DRY's penalty grows no more; `dry_breakers`, the ids no repeated passage contains (None: punctuation, brackets,
+    quotes, line feeds and special tokens); `xtc_ignore_tokens`, ids that XTC leaves alone (None: line feeds and special
+    tokens); `logit_bias`, pairs of an id and what is added to its logit; `allowed_tokens` (None: all); `banned_tokens`.
+
+    UsageError naming the field and its range.
     """
 
     temperature: float = 0.8
@@ -42,11 +51,57 @@ class Sampling(msgspec.Struct, frozen=True):
     penalty_range: int = -1
     penalty_decay: int = 0
     seed: int | None = None
+    top_n_sigma: float = 0.0
+    top_a: float = 0.0
+    tfs: float = 1.0
+    typical_p: float = 1.0
+    mirostat_tau: float = 0.0
+    mirostat_eta: float = 0.1
+    mirostat_mu: float | None = None
+    smoothing_factor: float = 0.0
+    smoothing_curve: float = 1.0
+    min_temperature: float = 0.0
+    max_temperature: float = 0.0
+    temperature_exponent: float = 1.0
+    temperature_last: bool = False
+    skew: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_ignore_tokens: tuple[int, ...] | None = None
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_range: int = 0
+    dry_max_length: int = 20
+    dry_breakers: tuple[int, ...] | None = None
+    step_order: str = ""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_tokens: tuple[int, ...] | None = None
+    banned_tokens: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for row in OPTIONS:
+            if row.group == "sampling":
+                row.check(getattr(self, row.name), "sampling")
+        if self.dry_max_length < 1:
+            raise UsageError(f"sampling: dry_max_length is a whole number of at least 1, not {self.dry_max_length}")
+        if self.mirostat_mu is not None and not math.isfinite(self.mirostat_mu):
+            raise UsageError(f"sampling: mirostat_mu is a number, not {self.mirostat_mu}")
+        for name in ("allowed_tokens", "banned_tokens", "dry_breakers", "xtc_ignore_tokens"):
+            if (least := min(getattr(self, name) or (0,))) < 0:
+                raise UsageError(f"sampling: {name} holds token ids of at least 0, not {least}")
+        for token, bias in self.logit_bias:
+            if token < 0 or not abs(bias) <= MAX_BIAS:
+                wanted = f"ids of at least 0, each with a number from {-MAX_BIAS} to {MAX_BIAS}"
+                raise UsageError(f"sampling: logit_bias holds {wanted}, not {token}: {bias}", "or use banned_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option. `low` and `high` are inclusive; `choices` are the words a str may be."""
+    """One option. `low` and `high` are inclusive; `choices` are the words a str may be, `words` those it may list.
+
+    `rare` ones are named but not explained by --help.
+    """
 
     name: str
     kind: type
@@ -57,6 +112,8 @@ class Option:
     high: float = math.inf
     choices: tuple[str, ...] = ()
     flag_name: str = ""
+    words: tuple[str, ...] = ()
+    rare: bool = False
 
     @property
     def flag(self) -> str:
@@ -88,19 +145,31 @@ class Option:
             value = float(value)
         right_type = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
         in_range = not isinstance(value, int | float) or self.low <= value <= self.high
-        if not right_type or not in_range or (self.choices and value not in self.choices):
+        if not right_type or not in_range or (self.choices and value not in self.choices) or self._is_no_list(value):
             raise UsageError(f"{where}: {self.name} is {self._expected()}, not {_as_toml(value)}", self.help)
         if isinstance(value, str) and not _is_plain(value):
             raise UsageError(f"{where}: {self.name} holds a NUL or is not UTF-8", self.help)
         return cast(Value, value)
 
+    def _is_no_list(self, value: object) -> bool:
+        """Whether `value` should list some of the words, each once, and does not."""
+        listed = option_words(value) if self.words and isinstance(value, str) else []
+        return len(set(listed) & set(self.words)) < len(listed)
+
     def _expected(self) -> str:
         if self.choices:
             return "one of " + ", ".join(self.choices)
+        if self.words:
+            return "a list of different words out of " + ", ".join(self.words)
         noun = {int: "a whole number", float: "a number", bool: "on or off", str: "text"}[self.kind]
-        if self.low > -math.inf and self.high < math.inf:
-            return f"{noun} from {self.low} to {self.high}"
-        return f"{noun} of at least {self.low}" if self.low > -math.inf else noun
+        if self.kind in (bool, str) or self.low == -math.inf:
+            return noun
+        return f"{noun} from {self.low} to {self.high}" if self.high < math.inf else f"{noun} of at least {self.low}"
+
+
+def option_words(text: str) -> list[str]:
+    """The words of an option that lists some, with commas or spaces between them."""
+    return text.replace(",", " ").split()
 
 
 def _as_toml(value: object) -> str:
@@ -114,7 +183,19 @@ def _is_plain(text: str) -> bool:
     return "\0" not in text and not any("\ud800" <= char <= "\udfff" for char in text)
 
 
+STEPS = (
+    "top_n_sigma", "smoothing", "temperature", "top_k", "top_p", "top_a", "min_p", "tfs", "typical_p", "mirostat",
+    "dynamic_temperature", "xtc", "skew",
+)  # fmt: skip
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def _rare(
+    name: str, default: Value, help: str, low: float = 0, high: float = math.inf, words: tuple[str, ...] = ()
+) -> Option:
+    """The row of a sampling option that few people need."""
+    return Option(name, type(default), default, help, "sampling", low, high, words=words, rare=True)
+
 
 OPTIONS: tuple[Option, ...] = (
     Option("model", str, "smollm2", "a model folder, a hub reference (org/name:4.0bpw) or smollm2", "model"),
@@ -134,6 +215,26 @@ OPTIONS: tuple[Option, ...] = (
     Option("penalty_decay", int, 0, "tokens beyond the range over which penalties fade", "sampling", low=0),
     Option("seed", int, None, "same seed, same reply; unset: a new one per reply", "sampling", low=0, high=2**63 - 1),
     Option("theme", str, "exl2-dark", "name of a theme (`/theme` lists them)", "screen"),
+    _rare("top_n_sigma", 0.0, "keep logits this many deviations from the best; 0 is off", high=100),
+    _rare("top_a", 0.0, "keep tokens above this times the best's square; 0 is off", high=1),
+    _rare("tfs", 1.0, "tail-free: keep tokens until the curve has bent this much; 1 is off", high=1),
+    _rare("typical_p", 1.0, "keep the most typical tokens reaching this sum; 1 is off", high=1),
+    _rare("mirostat_tau", 0.0, "bits of surprise that mirostat holds replies to; 0 is off", high=100),
+    _rare("mirostat_eta", 0.1, "how fast mirostat follows", high=1),
+    _rare("smoothing_factor", 0.0, "pull likely tokens together, push others away; 0 is off", high=100),
+    _rare("smoothing_curve", 1.0, "from a parabola (1) to a cubic (3)", low=1, high=3),
+    _rare("max_temperature", 0.0, "temperature where the model is least certain; 0: not dynamic", high=10),
+    _rare("min_temperature", 0.0, "dynamic temperature where the model is most certain", high=10),
+    _rare("temperature_exponent", 1.0, "above 1 keeps a dynamic temperature low for longer", low=0.01, high=100),
+    _rare("temperature_last", False, "the temperature changes only what the other steps have kept"),
+    _rare("skew", 0.0, "above 0 favours unlikely tokens, below 0 likely ones", low=-10, high=10),
+    _rare("xtc_probability", 0.0, "how often XTC drops the top choices; 0 is off", high=1),
+    _rare("xtc_threshold", 0.1, "a top choice is at least this likely; the last one stays", high=1),
+    _rare("dry_multiplier", 0.0, "DRY: penalty of a token that repeats a passage; 0 is off", high=100),
+    _rare("dry_base", 1.75, "DRY: times this for every token the passage is longer", low=1, high=10),
+    _rare("dry_allowed_length", 2, "DRY: how many tokens a passage has at least", low=1),
+    _rare("dry_range", 0, "DRY: how many recent tokens it looks at; 0 is all"),
+    _rare("step_order", "", "sampling steps that come first, such as min_p,temperature", words=STEPS),
 )  # fmt: skip
 BY_NAME: Mapping[str, Option] = {option.name: option for option in OPTIONS}
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from exl2chat.errors import UsageError
@@ -90,3 +91,45 @@ def test_a_seed_is_a_whole_number_of_63_bits(text: str) -> None:
 def test_text_that_no_record_can_hold_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="EXL2CHAT_MODEL: model holds a NUL or is not UTF-8"):
         option("model").parse(text, "EXL2CHAT_MODEL")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"top_a": 2}, "sampling: top_a is a number from 0 to 1, not 2.0"),
+        ({"temperature_last": 1}, "sampling: temperature_last is on or off, not 1"),
+        ({"smoothing_curve": 0.5}, "sampling: smoothing_curve is a number from 1 to 3, not 0.5"),
+        ({"dry_max_length": 0}, "sampling: dry_max_length is a whole number of at least 1, not 0"),
+        ({"mirostat_mu": float("nan")}, "sampling: mirostat_mu is a number, not nan"),
+        ({"banned_tokens": (3, -1)}, "sampling: banned_tokens holds token ids of at least 0, not -1"),
+        ({"allowed_tokens": (-1,)}, "sampling: allowed_tokens holds token ids of at least 0, not -1"),
+        (
+            {"logit_bias": ((5, 1.0), (6, 200.0))},
+            "sampling: logit_bias holds ids of at least 0, each with a number from -100.0 to 100.0, not 6: 200.0",
+        ),
+    ],
+)
+def test_a_sampling_value_out_of_range_is_named_with_the_range(values: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Sampling(**values)
+    assert caught.value.message == message
+
+
+def test_sampling_crosses_the_wire_as_it_is() -> None:
+    sampling = Sampling(
+        xtc_ignore_tokens=(), dry_breakers=(1, 2), allowed_tokens=(3,), banned_tokens=(4, 5), mirostat_mu=2.5,
+        logit_bias=((7, -1.5), (8, 2.0)), step_order="min_p", temperature_last=True,
+    )  # fmt: skip
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=Sampling) == sampling
+
+
+@pytest.mark.parametrize("text", ["min_p, top_k", "temperature", "", "xtc skew"])
+def test_an_order_lists_steps(text: str) -> None:
+    assert option("step_order").parse(text, "/set") == text
+    assert Sampling(step_order=text).step_order == text
+
+
+@pytest.mark.parametrize("text", ["min-p", "min_p,min_p", "top_q", "min_p;top_k"])
+def test_an_order_of_something_else_is_refused_with_the_names(text: str) -> None:
+    with pytest.raises(UsageError, match=r"step_order is a list of different words out of top_n_sigma, .*skew, not"):
+        option("step_order").parse(text, "--step-order")

@@ -1,4 +1,4 @@
-"""From logits to the next token: an ordered table of small pure steps, then one draw by Gumbel-max.
+"""From logits to the next token: an ordered table of small steps, then one draw by Gumbel-max.
 
 The noise of the draw is a hash of (seed, absolute position, token id) and of nothing else, so a reply does not depend
 on the batch it ran in, on how much of its prompt was in the cache, or on tokens that were drafted.
@@ -16,170 +16,127 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from exl2chat.engine import penalties
+from exl2chat.engine.samplers.candidates import Candidates
+from exl2chat.engine.samplers.mirostat import Target, mirostat
+from exl2chat.engine.samplers.noise import coin, gumbel
+from exl2chat.engine.samplers.reshaping import COLDEST, dynamic_temperature, skew, smoothing, temperature
+from exl2chat.engine.samplers.single import SingleTokens
+from exl2chat.engine.samplers.truncation import min_p, tfs, top_a, top_k, top_n_sigma, top_p, typical_p
+from exl2chat.engine.samplers.vocabulary import Vocabulary, breakers, protected
+from exl2chat.engine.samplers.xtc import xtc
 from exl2chat.errors import ChatError
-from exl2chat.settings import Sampling
-
-COLDEST = 1e-6  # at this temperature or below float32 logits that differ at all leave one candidate: greedy
-LANES = 64
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+from exl2chat.settings import Sampling, option_words
 
 
-class Candidates(NamedTuple):
-    """Tokens that can still be drawn: `logits` [n] and `ids` [n]. The ids ascend, so that ties fall to the lowest."""
+class Moment(NamedTuple):
+    """What a step may know besides the settings: where the draw is, mirostat's limit, the ids that XTC leaves alone."""
 
-    logits: NDArray[np.float32]
-    ids: NDArray[np.int64]
-
-    def keep(self, which: NDArray[np.int64]) -> "Candidates":
-        """Those at the ascending indices `which`."""
-        return Candidates(self.logits[which], self.ids[which])
-
-
-def temperature(candidates: Candidates, value: float) -> Candidates:
-    """Logits over `value`, which is above `COLDEST`."""
-    return Candidates(candidates.logits / np.float32(value), candidates.ids)
-
-
-def top_k(candidates: Candidates, k: int) -> Candidates:
-    """The `k` likeliest."""
-    if k >= len(candidates.logits):
-        return candidates
-    return _likeliest(candidates, k, _kth_largest(candidates.logits, k))
-
-
-def _kth_largest(logits: NDArray[np.float32], k: int) -> np.float32:
-    """The k-th largest of `logits` [n].
-
-    The k-th largest of the maxima of n/64 disjoint lanes is a lower bound that few values reach, so that the exact
-    selection runs over those: 20 us against 280 us for np.partition over 49,152 values.
-    """
-    width = len(logits) // LANES
-    if width > k:
-        maxima = logits[: width * LANES].reshape(LANES, width).max(axis=0)
-        logits = logits[logits >= np.partition(maxima, -k)[-k]]
-    kth: np.float32 = np.partition(logits, -k)[-k]
-    return kth
-
-
-def _likeliest(candidates: Candidates, count: int, least: np.float32) -> Candidates:
-    """The `count` likeliest, of which the last has the logit `least`."""
-    kept = np.flatnonzero(candidates.logits >= least)
-    if surplus := len(kept) - count:
-        kept = np.delete(kept, np.flatnonzero(candidates.logits[kept] == least)[-surplus:])
-    return candidates.keep(kept)
-
-
-def top_p(candidates: Candidates, p: float) -> Candidates:
-    """The smallest set of likeliest tokens whose probabilities sum to at least `p`; the token that crosses is in.
-
-    Only tokens near the best are sorted: n tokens that are each less than (1 - p) / n times as likely as the best weigh
-    less than 1 - p together, so none of them is in the set.
-    """
-    logits = candidates.logits
-    best = logits.max()
-    weights = logits - best
-    total = np.exp(weights, out=weights).sum(dtype=np.float64)
-    close = candidates.keep(np.flatnonzero(logits >= best - np.float32(math.log(len(logits) / (1 - p)))))
-    falling = np.sort(close.logits)[::-1]
-    reached = np.cumsum(np.exp(falling - best), dtype=np.float64)
-    count = min(int(np.searchsorted(reached, p * total)) + 1, len(falling))
-    return _likeliest(close, count, falling[count - 1])
-
-
-def min_p(candidates: Candidates, p: float) -> Candidates:
-    """Those at least `p` times as likely as the best."""
-    logits = candidates.logits
-    return candidates.keep(np.flatnonzero(logits >= logits.max() + np.float32(math.log(p))))
+    seed: int
+    position: int
+    surprise: float
+    protected: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A row: the field of `Sampling`, the value at which the step is the identity, and the step."""
+    """A row: its name in `Sampling.step_order`, whether the settings ask for it, and what it does then."""
 
     name: str
-    neutral: float
-    apply: Callable[[Candidates, float], Candidates] | Callable[[Candidates, int], Candidates]
+    active: Callable[[Sampling], bool]
+    apply: Callable[[Candidates, Sampling, Moment], Candidates]
+
+
+def _exclude_top_choices(candidates: Candidates, settings: Sampling, moment: Moment) -> Candidates:
+    """XTC with the probability of the settings, for which the position has its own number."""
+    if coin(moment.seed, moment.position) >= settings.xtc_probability:
+        return candidates
+    return xtc(candidates, settings.xtc_threshold, moment.protected)
 
 
 STEPS = (
-    Step("temperature", 1.0, temperature),
-    Step("top_k", 0, top_k),
-    Step("top_p", 1.0, top_p),
-    Step("min_p", 0.0, min_p),
-)
+    Step("top_n_sigma", lambda s: s.top_n_sigma > 0, lambda c, s, _: top_n_sigma(c, s.top_n_sigma)),
+    Step("smoothing", lambda s: s.smoothing_factor > 0,
+         lambda c, s, _: smoothing(c, s.smoothing_factor, s.smoothing_curve)),
+    Step("temperature", lambda s: s.temperature != 1 and s.max_temperature == 0,
+         lambda c, s, _: temperature(c, s.temperature)),
+    Step("top_k", lambda s: s.top_k > 0, lambda c, s, _: top_k(c, s.top_k)),
+    Step("top_p", lambda s: s.top_p < 1, lambda c, s, _: top_p(c, s.top_p)),
+    Step("top_a", lambda s: s.top_a > 0, lambda c, s, _: top_a(c, s.top_a)),
+    Step("min_p", lambda s: s.min_p > 0, lambda c, s, _: min_p(c, s.min_p)),
+    Step("tfs", lambda s: s.tfs < 1, lambda c, s, _: tfs(c, s.tfs)),
+    Step("typical_p", lambda s: s.typical_p < 1, lambda c, s, _: typical_p(c, s.typical_p)),
+    Step("mirostat", lambda s: s.mirostat_tau > 0, lambda c, _, m: mirostat(c, m.surprise)),
+    Step("dynamic_temperature", lambda s: s.max_temperature > 0,
+         lambda c, s, _: dynamic_temperature(c, s.min_temperature, s.max_temperature, s.temperature_exponent)),
+    Step("xtc", lambda s: s.xtc_probability > 0, _exclude_top_choices),
+    Step("skew", lambda s: s.skew != 0, lambda c, s, _: skew(c, s.skew)),
+)  # fmt: skip
+BY_NAME = {step.name: step for step in STEPS}
 
 
-def select(candidates: Candidates, settings: Sampling) -> Candidates:
-    """`candidates` after every step of the table that is not neutral, in order. At least one is left."""
-    for step in STEPS:
-        value = getattr(settings, step.name)
-        if value != step.neutral:
-            candidates = step.apply(candidates, value)
-    return candidates
+def active_steps(settings: Sampling) -> tuple[Step, ...]:
+    """The steps that `settings` ask for, in the order they are to run."""
+    named = option_words(settings.step_order)
+    usual = [step.name for step in STEPS]
+    if settings.temperature_last:
+        usual.remove("temperature")
+        usual.insert(usual.index("mirostat") + 1, "temperature")
+    names = [*named, *(name for name in usual if name not in named)]
+    return tuple(step for step in map(BY_NAME.__getitem__, names) if step.active(settings))
 
 
 def draw(candidates: Candidates, seed: int, position: int) -> int:
     """A token id drawn from softmax(logits): the argmax of logits + Gumbel noise (Gumbel-max; Maddison et al. 2014)."""
+    if len(candidates.ids) == 1:
+        return int(candidates.ids[0])  # 4 us for a greedy token, 33 with the noise
     return int(candidates.ids[np.argmax(candidates.logits + gumbel(seed, position, candidates.ids))])
 
 
-def gumbel(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Standard Gumbel noise [n] for token `ids` [n] at an absolute `position`, a function of its arguments alone.
-
-    Output number `id` of the SplitMix64 stream (Steele et al. 2014) whose seed is output number `position` of the
-    stream of `seed`. The uniform is its upper 52 bits and a half: with 53 the largest would round to 1, its noise to
-    infinity.
-    """
-    key = _splitmix(np.array([seed], np.uint64), np.array([position], np.uint64))
-    noise = (_splitmix(key, ids.astype(np.uint64)) >> np.uint64(12)).astype(np.float64)
-    noise += 0.5
-    noise *= 2.0**-52
-    for _ in range(2):
-        np.negative(np.log(noise, out=noise), out=noise)
-    return noise
-
-
-def _splitmix(seed: NDArray[np.uint64], index: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Outputs number `index` of the SplitMix64 stream of `seed`, modulo 2^64."""
-    z: NDArray[np.uint64] = seed + (index + np.uint64(1)) * GOLDEN
-    z ^= z >> np.uint64(30)
-    z *= np.uint64(0xBF58476D1CE4E5B9)
-    z ^= z >> np.uint64(27)
-    z *= np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
-    return z
-
-
 class Sampler:
-    """Draws the tokens of one reply. `seed` is that of the settings, or one drawn for this reply."""
+    """Draws the tokens of one reply, and remembers what its settings need to know of the conversation.
 
-    def __init__(self, settings: Sampling, tokens: Iterable[int]) -> None:
-        """`tokens`: the prompt, which the penalties count too."""
+    `seed` is that of the settings, or one drawn for this reply. Nothing is kept in the settings: the same settings,
+    seed, tokens and logits give the same reply, whatever was generated before.
+    """
+
+    def __init__(self, settings: Sampling, tokens: Iterable[int], vocabulary: Vocabulary | None = None) -> None:
+        """`tokens`: the prompt, which penalties and DRY look at too. `vocabulary` says which tokens break a passage
+        for DRY and are left alone by XTC where the settings do not; without it none are."""
         self.seed = secrets.randbits(32) if settings.seed is None else settings.seed
-        self._settings = settings
-        self._window: penalties.PenaltyWindow | None = None
-        if penalties.active(settings):
-            self._window = penalties.PenaltyWindow(settings.penalty_range, settings.penalty_decay, tokens)
-        self._ids = np.zeros(0, np.int64)
+        self._settings, self._steps = settings, active_steps(settings)
+        self._single = SingleTokens(settings, breakers(settings, vocabulary), tokens)
+        self._protected = np.array(sorted(protected(settings, vocabulary)), np.int64)
+        self._target = Target(settings.mirostat_tau, settings.mirostat_eta, settings.mirostat_mu)
+        self._offered: Candidates | None = None
 
     def sample(self, logits: NDArray[np.float32], position: int) -> int:
         """The token at absolute `position` given its `logits` [V] float32, which are left as they are.
 
-        ChatError when the logits are not numbers.
+        A token whose logit is minus infinity takes no part: it is as if the vocabulary lacked it. ChatError when the
+        logits are not numbers, or the settings allow no token.
         """
-        if self._window is not None:
-            logits = penalties.penalize(logits, self._window.seen(), self._settings)
-        best = int(np.argmax(logits))
-        if not math.isfinite(logits[best]):
+        return draw(self.candidates(logits, position), self.seed, position)
+
+    def candidates(self, logits: NDArray[np.float32], position: int) -> Candidates:
+        """What `sample` draws from: one token if the settings are greedy."""
+        candidates = self._single.apply(logits)
+        best = int(np.argmax(candidates.logits))
+        if not math.isfinite(candidates.logits[best]):
             raise ChatError("the model computed logits that are not numbers", "try --dtype float32")
         if self._settings.temperature <= COLDEST:
-            return best
-        if len(self._ids) != len(logits):
-            self._ids = np.arange(len(logits))
-        return draw(select(Candidates(logits, self._ids), self._settings), self.seed, position)
+            return candidates.keep(np.array([best]))
+        if candidates.logits.min() == -np.inf:  # masked by the caller
+            candidates = candidates.keep(np.flatnonzero(candidates.logits > -np.inf))
+        moment = Moment(self.seed, position, self._target.limit, self._protected)
+        for step in self._steps:
+            if step.name == "mirostat":
+                self._offered = candidates
+            candidates = step.apply(candidates, self._settings, moment)
+        return candidates
 
     def observe(self, token: int) -> None:
         """`token` has become part of the sequence."""
-        if self._window is not None:
-            self._window.push(token)
+        self._single.observe(token)
+        if self._offered is not None:
+            self._target.observe(self._offered, token)
+            self._offered = None

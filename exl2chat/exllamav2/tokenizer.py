@@ -7,6 +7,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from exl2chat.engine.samplers.vocabulary import Vocabulary
+from exl2chat.engine.token_table import TokenTable
 from exl2chat.errors import ModelError
 from exl2chat.exllamav2.config import ExLlamaV2Config
 from exl2chat.exllamav2.unsupported import refuse_set
@@ -63,6 +65,11 @@ class ExLlamaV2Tokenizer:
     def space_token_id(self) -> int | None:
         """The last token of a space."""
         return next(reversed(self.tokenizer.encode(" ")), None)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What the sampler asks about tokens."""
+        return Vocabulary(self.tokenizer)
 
     def get_vocab_size(self) -> int:
         """Number of tokens, added ones included."""
@@ -127,6 +134,11 @@ class ExLlamaV2Tokenizer:
     def get_piece_to_id_dict(self) -> dict[str, int]:
         """The id of every piece."""
         return {piece: token_id for token_id, piece in enumerate(self._pieces)}
+
+    @cached_property
+    def token_table(self) -> TokenTable:
+        """The bytes of every token, for filters and grammars. Takes about 10 us a token."""
+        return TokenTable(self.tokenizer, self.tokenizer.vocab_size, self.eos_ids)
 
     @cached_property
     def _pieces(self) -> list[str]:

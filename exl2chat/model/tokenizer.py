@@ -67,6 +67,10 @@ class Tokenizer:
         ids = self._backend.encode(text) if special else self.encode_chat(self.controls.neutralise(text))
         return [self.bos_id, *ids] if add_bos and self.bos_id is not None else ids
 
+    def encode_following(self, text: str) -> list[int]:
+        """The ids of plain `text` that stands behind other text: no space is put in front, no control token is made."""
+        return self._spell_out(text, opening=False)
+
     def encode_chat(self, rendered: Rendered) -> list[int]:
         """The ids of a rendered chat: control tokens only where the template wrote them.
 
@@ -109,9 +113,10 @@ class Tokenizer:
 
     def detokenizer(self, special: bool = False, continuing: bool = False) -> Detokenizer:
         """A streaming decoder; `continuing` when earlier text precedes, so that a leading space belongs to the text."""
-        return Detokenizer(self._backend.piece if special else self._shown_piece, continuing)
+        return Detokenizer(self._backend.piece if special else self.piece, continuing)
 
-    def _shown_piece(self, token_id: int) -> Piece | None:
+    def piece(self, token_id: int) -> Piece | None:
+        """The bytes of a token; None for one that is not shown."""
         return None if token_id in self.special_ids else self._backend.piece(token_id)
 
 

@@ -104,7 +104,7 @@ def offered(line: str, paths: Paths) -> list[str]:
     [
         ("/re", ["/retry ", "/redo ", "/rename "]),
         ("/xpor", ["/export "]),
-        ("/set top", ["/set top_k", "/set top_p"]),
+        ("/set top", ["/set top_k", "/set top_p", "/set top_n_sigma", "/set top_a"]),
         ("/set dtype b", ["/set dtype bfloat16"]),
         ("/set temperature ", ["/set temperature default"]),
         ("/set nosuch ", []),

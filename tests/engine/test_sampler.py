@@ -1,110 +1,161 @@
-"""Every sampler step against a float64 oracle that says what the step means, in the plainest way."""
+"""The sampler as a whole: which steps run in which order, the draw, and single tokens that are biased or banned."""
 
 import math
 from itertools import pairwise
 from random import Random
 
+import msgspec
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
-from exl2chat.engine import sampler
-from exl2chat.engine.sampler import STEPS, Candidates, Sampler, draw, gumbel, min_p, select, temperature, top_k, top_p
+from exl2chat import settings as options
+from exl2chat.engine.sampler import STEPS, Sampler, active_steps, draw
+from exl2chat.engine.samplers import noise
+from exl2chat.engine.samplers.candidates import Candidates
+from exl2chat.engine.samplers.noise import coin, gumbel
+from exl2chat.engine.samplers.truncation import top_k
 from exl2chat.errors import ChatError
 from exl2chat.settings import Sampling
+from tests.engine.distributions import LOGITS, candidates, chi_square, softmax
 
-# Sixteenths up to 20 in magnitude: the ties of half-precision logits, and differences that float32 holds exactly.
-LOGITS = hnp.arrays(np.int32, st.integers(1, 300), elements=st.integers(-320, 320)).map(
-    lambda sixteenths: (sixteenths / 16).astype(np.float32)
-)
-
-
-def candidates(logits: np.ndarray) -> Candidates:
-    return Candidates(logits, np.arange(len(logits)))
-
-
-def softmax(logits: np.ndarray) -> np.ndarray:
-    weights = np.exp(logits.astype(np.float64) - float(logits.max()))
-    return weights / weights.sum()
-
-
-def ranked(logits: np.ndarray) -> list[int]:
-    """Ids by falling logit, ties by rising id."""
-    return sorted(range(len(logits)), key=lambda i: (-float(logits[i]), i))
-
-
-@given(LOGITS, st.floats(0.05, 10))
-def test_temperature_scales_the_log_odds(logits: np.ndarray, value: float) -> None:
-    result = temperature(candidates(logits), value)
-    expected = softmax(logits.astype(np.float64) / value)
-    np.testing.assert_allclose(softmax(result.logits), expected, rtol=1e-4, atol=1e-12)
-
-
-@given(LOGITS, st.integers(1, 400))
-def test_top_k_keeps_the_k_best_and_the_lowest_ids_of_ties(logits: np.ndarray, k: int) -> None:
-    assert top_k(candidates(logits), k).ids.tolist() == sorted(ranked(logits)[:k])
-
-
-@pytest.mark.parametrize("k", [1, 2, 50, 767, 768, 769, 5000])
-def test_top_k_of_a_large_vocabulary(k: int) -> None:
-    logits = np.random.default_rng(k).integers(-800, 800, 49_152).astype(np.float32) / 64
-    assert top_k(candidates(logits), k).ids.tolist() == sorted(ranked(logits)[:k])
-
-
-@given(LOGITS, st.floats(0, 1, exclude_max=True))
-def test_top_p_is_the_smallest_set_that_reaches_p(logits: np.ndarray, p: float) -> None:
-    order = ranked(logits)
-    reached = np.cumsum(softmax(logits)[order])
-    assume(np.abs(reached - p).min() > 1e-6)
-    count = int((reached < p).sum()) + 1
-    assert top_p(candidates(logits), p).ids.tolist() == sorted(order[:count])
-
-
-@pytest.mark.parametrize(
-    ("probabilities", "p", "kept"),
-    [
-        ([0.5, 0.4, 0.06, 0.04], 0.8, [0, 1]),
-        ([0.6, 0.25, 0.15], 0.8, [0, 1]),
-        ([0.04, 0.5, 0.06, 0.4], 0.95, [1, 2, 3]),
-    ],
-)
-def test_top_p_keeps_the_token_that_crosses_and_none_less_likely(
-    probabilities: list[float], p: float, kept: list[int]
-) -> None:
-    assert top_p(candidates(np.log(np.array(probabilities, np.float32))), p).ids.tolist() == kept
-
-
-@given(LOGITS, st.floats(0.001, 1))
-def test_min_p_is_relative_to_the_best(logits: np.ndarray, p: float) -> None:
-    probabilities = softmax(logits)
-    relative = probabilities / probabilities.max()
-    assume(np.abs(relative - p).min() > 1e-6 * p or p == 1)
-    assert min_p(candidates(logits), p).ids.tolist() == np.flatnonzero(relative >= p).tolist()
-
-
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0}
 VALUES = {
+    "top_n_sigma": st.floats(0.01, 5),
+    "smoothing_factor": st.floats(0.01, 2),
     "temperature": st.floats(0.01, 5),
     "top_k": st.integers(1, 100),
     "top_p": st.floats(0, 1, exclude_max=True),
+    "top_a": st.floats(0.001, 1),
     "min_p": st.floats(0.001, 1),
+    "tfs": st.floats(0, 1, exclude_max=True),
+    "typical_p": st.floats(0, 1, exclude_max=True),
+    "mirostat_tau": st.floats(0.1, 8),
+    "max_temperature": st.floats(0.1, 5),
+    "xtc_probability": st.floats(0.01, 1),
+    "skew": st.floats(-2, 2),
+    "temperature_last": st.booleans(),
+    "step_order": st.lists(st.sampled_from(options.STEPS), unique=True).map(",".join),
 }
-SETTINGS = st.fixed_dictionaries({}, optional=VALUES).map(lambda values: Sampling(**{"top_p": 1.0, **values}))
+FIELDS = {"smoothing": "smoothing_factor", "mirostat": "mirostat_tau", "dynamic_temperature": "max_temperature"}
+FIELDS["xtc"] = "xtc_probability"
+SETTINGS = st.fixed_dictionaries({}, optional=VALUES).map(lambda values: Sampling(**{**NEUTRAL, **values}))
+LOSING_THE_BEST = ("typical_p", "xtc_probability", "skew")
+KEEPING_THE_BEST = {name: values for name, values in VALUES.items() if name not in LOSING_THE_BEST}
 
 
-def test_every_step_has_values_to_be_tested_with() -> None:
-    assert {step.name for step in STEPS} == set(VALUES)
+def select(logits: np.ndarray, settings: Sampling) -> Candidates:
+    return Sampler(settings, []).candidates(logits, 0)
+
+
+def names(**values: object) -> list[str]:
+    return [step.name for step in active_steps(Sampling(**{**NEUTRAL, **values}))]
+
+
+# Which steps run
+
+
+def test_every_step_has_a_name_to_be_ordered_by_and_values_to_be_tested_with() -> None:
+    assert tuple(step.name for step in STEPS) == options.STEPS
+    assert {FIELDS.get(step.name, step.name) for step in STEPS} < set(VALUES)
+
+
+def test_neutral_settings_run_no_step_and_change_nothing() -> None:
+    assert names() == []
+    logits = np.linspace(-2, 2, 40, dtype=np.float32)
+    kept = select(logits, Sampling(**NEUTRAL, seed=0))
+    np.testing.assert_array_equal(kept.logits, logits)
+    np.testing.assert_array_equal(kept.ids, np.arange(40))
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
+def test_a_step_runs_when_its_setting_is_not_neutral(step: object) -> None:
+    field = FIELDS.get(step.name, step.name)  # type: ignore[attr-defined]
+    assert names(**{field: 7 if field == "top_k" else 0.5}) == [step.name]  # type: ignore[attr-defined]
+
+
+ALL = {FIELDS.get(step.name, step.name): 0.5 for step in STEPS} | {"top_k": 7}
+
+
+def test_the_usual_order_is_that_of_the_table() -> None:
+    fixed = names(**{**ALL, "max_temperature": 0.0})
+    assert fixed == [name for name in options.STEPS if name != "dynamic_temperature"]
+
+
+def test_a_dynamic_temperature_takes_the_place_of_the_fixed_one() -> None:
+    assert names(**ALL) == [name for name in options.STEPS if name != "temperature"]
+
+
+def test_the_temperature_may_come_last() -> None:
+    """After every step that drops tokens by how likely they are, where it no longer changes which."""
+    order = names(**{**ALL, "max_temperature": 0.0}, temperature_last=True)
+    assert order[order.index("temperature") - 1] == "mirostat"
+    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
+    hot = {"temperature": 10.0, "min_p": 0.5}
+    assert len(select(logits, Sampling(top_p=1.0, **hot)).ids) == 4
+    last = select(logits, Sampling(top_p=1.0, temperature_last=True, **hot))
+    assert last.ids.tolist() == [0, 1]
+    np.testing.assert_allclose(softmax(last.logits), softmax(logits[:2] / 10), rtol=1e-5)
+
+
+def test_steps_that_are_named_come_first() -> None:
+    order = names(**{**ALL, "max_temperature": 0.0}, step_order="min_p, xtc temperature")
+    assert order[:3] == ["min_p", "xtc", "temperature"]
+    assert order[3:] == [n for n in options.STEPS if n not in ("min_p", "xtc", "temperature", "dynamic_temperature")]
+    assert names(temperature=0.5, min_p=0.5, step_order="temperature", temperature_last=True)[0] == "temperature"
+
+
+def test_the_order_changes_what_is_kept() -> None:
+    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
+    settings = {"temperature": 10.0, "top_p": 1.0, "min_p": 0.5}
+    assert select(logits, Sampling(**settings, step_order="min_p")).ids.tolist() == [0, 1]
+
+
+# What every selection has in common
 
 
 @given(LOGITS, SETTINGS)
-def test_a_selection_keeps_the_best_token_and_leaves_the_logits_alone(logits: np.ndarray, settings: Sampling) -> None:
+def test_a_selection_is_some_of_the_tokens_and_leaves_the_logits_alone(logits: np.ndarray, settings: Sampling) -> None:
+    """B-14: there the caller's logits are changed in place."""
     before = logits.copy()
-    kept = select(candidates(logits), settings)
-    assert int(np.argmax(logits)) in kept.ids
-    assert len(kept.logits) == len(kept.ids)
+    logits.flags.writeable = False
+    kept = select(logits, settings)
+    assert 1 <= len(kept.ids) == len(kept.logits) <= len(logits)
+    assert set(kept.ids.tolist()) <= set(range(len(logits)))
     assert (np.diff(kept.ids) > 0).all()
+    assert np.isfinite(kept.logits).all()
     np.testing.assert_array_equal(logits, before)
+
+
+@given(LOGITS, SETTINGS, st.sets(st.integers(0, 300), max_size=50))
+def test_a_masked_token_is_as_good_as_none(logits: np.ndarray, settings: Sampling, places: set[int]) -> None:
+    settings = msgspec.structs.replace(settings, seed=0)
+    masked = logits
+    for place in sorted(places):
+        masked = np.insert(masked, min(place, len(masked)), -np.inf)
+    others = np.flatnonzero(masked > -np.inf)
+    kept, expected = select(masked, settings), select(logits, settings)
+    assert kept.ids.tolist() == others[expected.ids].tolist()
+    np.testing.assert_array_equal(kept.logits, expected.logits)
+
+
+@given(LOGITS, st.fixed_dictionaries({}, optional=KEEPING_THE_BEST))
+def test_all_but_typical_sampling_xtc_and_skew_keep_the_best_token(
+    logits: np.ndarray, values: dict[str, object]
+) -> None:
+    assert int(np.argmax(logits)) in select(logits, Sampling(**{**NEUTRAL, **values})).ids
+
+
+RESHAPING = ("smoothing", "temperature", "dynamic_temperature", "skew")
+DROPPING = [FIELDS.get(step.name, step.name) for step in STEPS if step.name not in RESHAPING]
+
+
+@given(LOGITS, st.sampled_from(DROPPING).flatmap(lambda name: st.fixed_dictionaries({name: VALUES[name]})))
+def test_the_probabilities_of_the_kept_are_theirs_over_their_sum(logits: np.ndarray, value: dict[str, object]) -> None:
+    kept = select(logits, Sampling(**{**NEUTRAL, **value}))
+    share = softmax(logits)[kept.ids]
+    np.testing.assert_allclose(softmax(kept.logits), share / share.sum(), rtol=1e-6)
 
 
 @given(LOGITS, SETTINGS, st.randoms(use_true_random=False))
@@ -114,32 +165,24 @@ def test_a_selection_does_not_depend_on_the_order_of_the_vocabulary(
     logits = np.unique(logits)
     shuffled = list(range(len(logits)))
     random.shuffle(shuffled)
-    straight = select(candidates(logits), settings)
-    permuted = select(candidates(logits[shuffled]), settings)
-    assert sorted(shuffled[i] for i in permuted.ids) == straight.ids.tolist()
+    settings = msgspec.structs.replace(settings, seed=0)
+    straight = select(logits, settings)
+    permuted = select(logits[shuffled], settings)
+    order = np.argsort([shuffled[i] for i in permuted.ids])
+    assert [shuffled[permuted.ids[i]] for i in order] == straight.ids.tolist()
+    np.testing.assert_allclose(permuted.logits[order], straight.logits, rtol=1e-4, atol=1e-4)
 
 
-@given(LOGITS)
-def test_neutral_settings_change_nothing(logits: np.ndarray) -> None:
-    neutral = Sampling(**{step.name: step.neutral for step in STEPS})
-    kept = select(candidates(logits), neutral)
-    np.testing.assert_array_equal(kept.logits, logits)
-    np.testing.assert_array_equal(kept.ids, np.arange(len(logits)))
-
-
-@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "top_a", "typical_p", "skew"])
 def test_a_step_next_to_its_neutral_value_keeps_nearly_everything(name: str) -> None:
     logits = np.linspace(-3, 3, 101, dtype=np.float32)
-    near = {"temperature": 1 + 1e-7, "top_p": 1 - 1e-9, "min_p": 1e-9}[name]
-    kept = select(candidates(logits), Sampling(**{"temperature": 1.0, "top_p": 1.0, name: near}))
+    above = {"temperature": 1, "skew": 0, "min_p": 0, "top_a": 0}
+    near = above[name] + 1e-7 if name in above else 1 - 1e-9
+    kept = select(logits, Sampling(**{**NEUTRAL, name: near}))
     np.testing.assert_allclose(softmax(kept.logits), softmax(logits), rtol=1e-5)
 
 
 # The draw
-
-
-def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
-    return float(((counts - expected) ** 2 / expected).sum())
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
@@ -184,6 +227,16 @@ def test_the_noise_is_the_same_on_every_machine() -> None:
     assert gumbel(0, 0, np.array([0]))[0] == pytest.approx(-math.log(-math.log(uniform)), rel=1e-12)
 
 
+def test_the_coin_of_a_position_is_fair_and_knows_nothing_of_its_tokens() -> None:
+    coins = np.array([coin(9, position) for position in range(20_000)])
+    counts = np.histogram(coins, 10, (0, 1))[0]
+    assert chi_square(counts, np.full(10, 2000)) < 29.7  # 9 degrees of freedom: p = 0.0005
+    tokens = np.array([draw(candidates(np.zeros(2, np.float32)), 9, position) for position in range(20_000)])
+    both = np.bincount(2 * (coins < 0.5) + tokens, minlength=4)
+    assert chi_square(both, np.full(4, 5000)) < 17.8  # 3 degrees of freedom: p = 0.0005
+    assert coin(9, 5) == coin(9, 5) != coin(8, 5)
+
+
 @given(LOGITS, st.integers(0, 2**63 - 1), st.integers(0, 100_000))
 def test_a_truncated_draw_is_the_full_draw_where_its_token_survives(logits: np.ndarray, seed: int, at: int) -> None:
     chosen = candidates(logits)
@@ -194,7 +247,7 @@ def test_a_truncated_draw_is_the_full_draw_where_its_token_survives(logits: np.n
 
 @pytest.mark.parametrize("bits", [0, 2**64 - 1])
 def test_noise_is_finite_whatever_the_bits(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "_splitmix", lambda *_: np.array([bits], np.uint64))
+    monkeypatch.setattr(noise, "_splitmix", lambda *_: np.array([bits], np.uint64))
     assert np.isfinite(gumbel(0, 0, np.array([0]))).all()
 
 
@@ -244,3 +297,62 @@ def test_the_callers_logits_are_never_changed() -> None:
     logits.flags.writeable = False
     settings = Sampling(top_k=5, min_p=0.1, repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=0.1)
     assert 0 <= Sampler(settings, [49, 48, 49]).sample(logits, 3) < 50
+
+
+@given(LOGITS, SETTINGS, st.integers(0, 2**63 - 1), st.integers(0, 5000))
+def test_a_draw_is_a_function_of_seed_position_and_logits(
+    logits: np.ndarray, settings: Sampling, seed: int, position: int
+) -> None:
+    settings = msgspec.structs.replace(settings, seed=seed)
+    used = Sampler(settings, [])
+    for earlier in range(3):
+        used.sample(logits[::-1].copy(), earlier)
+    assert used.sample(logits, position) == Sampler(settings, []).sample(logits, position)
+
+
+# Single tokens
+
+
+def test_a_bias_is_added_after_the_penalties_and_before_everything_else() -> None:
+    logits = np.array([4, 3, 2, 1], np.float32)
+    settings = Sampling(**NEUTRAL, repetition_penalty=2.0, logit_bias=((0, 0.5), (3, 2.5), (99, 7)), min_p=0.9, seed=0)
+    kept = Sampler(settings, [0]).candidates(logits, 0)
+    assert (kept.ids.tolist(), kept.logits.tolist()) == ([3], [3.5])
+
+
+@pytest.mark.parametrize("allowed", [(2, 0, 30, 99), (99, 30, 2, 2, 0), (0, 2, 30)])
+def test_only_allowed_tokens_are_drawn_in_whatever_order_they_are_listed(allowed: tuple[int, ...]) -> None:
+    """B-14: there a list of allowed tokens that is not sorted allows others than it says."""
+    logits = np.zeros(50, np.float32)
+    sampler = Sampler(Sampling(**NEUTRAL, allowed_tokens=allowed, seed=1), [])
+    assert {sampler.sample(logits, position) for position in range(100)} == {0, 2, 30}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_banned_tokens_are_never_drawn(temperature: float) -> None:
+    logits = np.array([9, 1, 2, 9], np.float32)
+    settings = Sampling(temperature=temperature, allowed_tokens=(0, 1, 2), banned_tokens=(0, 3, 77), top_p=1.0)
+    sampler = Sampler(settings, [])
+    assert {sampler.sample(logits, position) for position in range(100)} == ({1, 2} if temperature else {2})
+
+
+def test_logits_may_become_fewer_and_more() -> None:
+    sampler = Sampler(Sampling(**NEUTRAL, banned_tokens=(0,), seed=2), [])
+    for size in (20, 3, 50):
+        drawn = {sampler.sample(np.zeros(size, np.float32), position) for position in range(400)}
+        assert drawn == set(range(1, size))
+
+
+@pytest.mark.parametrize("settings", [Sampling(allowed_tokens=()), Sampling(allowed_tokens=(7,), banned_tokens=(7,))])
+def test_allowing_no_token_is_an_error(settings: Sampling) -> None:
+    """B-14: there an empty list of allowed tokens is read beyond its end."""
+    with pytest.raises(ChatError, match="no token may be drawn"):
+        Sampler(settings, []).sample(np.zeros(10, np.float32), 0)
+
+
+def test_the_noise_of_a_token_is_the_same_whoever_else_takes_part() -> None:
+    logits = np.linspace(0, 1, 64, dtype=np.float32)
+    free, bound = (Sampler(Sampling(**NEUTRAL, seed=3, banned_tokens=banned), []) for banned in ((), (1, 2, 3)))
+    for position in range(200):
+        token = free.sample(logits, position)
+        assert token in (1, 2, 3) or bound.sample(logits, position) == token

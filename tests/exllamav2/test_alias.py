@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from tokenizers import Tokenizer as Library
 from exl2chat.errors import ModelError, UsageError
 from exl2chat.exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
 from exl2chat.exllamav2.generator import ExLlamaV2Sampler, ExLlamaV2StreamingGenerator
-from exl2chat.settings import Sampling
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 MODEL = GOLDEN / "llama-6.0bpw-exl2"
@@ -208,65 +206,6 @@ def test_an_abort_event_ends_the_stream(generator: ExLlamaV2StreamingGenerator) 
     assert generator.stream_ex()["stop_reason"] == "stopped"
 
 
-# The settings
-
-
-def test_defaults_are_the_references() -> None:
-    assert Settings().sampling(seed=1) == Sampling(
-        temperature=0.8, top_k=50, top_p=0.8, min_p=0.0, repetition_penalty=1.025, seed=1
-    )
-
-
-def test_zero_switches_truncation_off_and_a_low_temperature_is_greedy() -> None:
-    settings = Settings(top_p=0, top_k=0, temperature=0.005, token_repetition_penalty=1.0, tfs=1, typical=1)
-    assert settings.sampling(seed=1) == Sampling(temperature=0.0, top_p=1.0, top_k=0, seed=1)
-
-
-def test_greedy_settings_are_greedy() -> None:
-    assert Settings.greedy().sampling(seed=1).temperature == 0
-    assert Settings(top_k=1).sampling(seed=1).temperature == 0
-
-
-def test_penalties_keep_their_meaning() -> None:
-    settings = Settings(
-        token_repetition_penalty=1.2, token_frequency_penalty=0.3, token_presence_penalty=0.4,
-        token_repetition_range=64, token_repetition_decay=32,
-    )  # fmt: skip
-    result = settings.sampling(seed=1)
-    assert (result.repetition_penalty, result.frequency_penalty, result.presence_penalty) == (1.2, 0.3, 0.4)
-    assert (result.penalty_range, result.penalty_decay) == (64, 32)
-
-
-def test_a_clone_is_independent() -> None:
-    settings = Settings.greedy(min_p=0.1)
-    clone = settings.clone()
-    clone.top_k = 7
-    assert (settings.top_k, clone.top_k, clone.min_p) == (1, 7, 0.1)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("smoothing_factor", 0.3), ("max_temp", 1.5), ("top_a", 0.2), ("tfs", 0.9), ("typical", 0.9), ("skew", 0.1),
-        ("temperature_last", True), ("mirostat", True), ("token_bias", torch.zeros(4)), ("cfg_scale", 1.5),
-        ("post_sampling_hooks", [print]), ("dry_multiplier", 0.8), ("xtc_probability", 0.5),
-    ],
-)  # fmt: skip
-def test_a_sampling_field_that_is_not_supported_yet_is_named(name: str, value: Any) -> None:
-    with pytest.raises(UsageError, match=f"{name} is not supported yet"):
-        Settings(**{name: value}).sampling(seed=0)
-
-
-def test_a_misspelt_field_is_an_error() -> None:
-    with pytest.raises(AttributeError):
-        Settings().temprature = 1.0  # type: ignore[attr-defined]
-
-
-def test_a_value_out_of_range_is_named() -> None:
-    with pytest.raises(UsageError, match="top_k"):
-        Settings(top_k=-3).sampling(seed=0)
-
-
 # What is not there yet
 
 IDS = torch.tensor([[1, 2]])
@@ -300,8 +239,6 @@ UNSUPPORTED: dict[str, Callable[[ExLlamaV2], object]] = {
     "input_mask": lambda model: model.forward(IDS, input_mask=torch.ones(1, 2)),
     "return_last_state": lambda model: model.forward(IDS, return_last_state=True),
     "indexed_embeddings": lambda model: model.forward(IDS, indexed_embeddings=torch.zeros(1)),
-    "disallow_tokens": lambda model: Settings().disallow_tokens(ExLlamaV2Tokenizer(model.config), [1]),
-    "allow_tokens": lambda model: Settings().allow_tokens(ExLlamaV2Tokenizer(model.config), ["a"]),
 }
 
 

@@ -1,0 +1,147 @@
+"""Schemas, expressions and grammars to constraints. UsageError, with the place, for what cannot be followed exactly."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from llguidance import LLMatcher, regex_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from exl2chat.engine.grammar import GrammarConstraint
+from exl2chat.engine.token_table import TokenTable
+from exl2chat.errors import UsageError
+
+Schema = dict[str, Any]
+
+# JSON Schema keywords whose value is a schema, a list of schemas, or a table of them.
+SCHEMAS = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else", "propertyNames")
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+TABLES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+# Otherwise, where only one text can follow, masks allow only one way to tokenise it.
+EVERY_SPELLING = '\n%llguidance {"no_forcing": true}\n'
+
+GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+REGEX_ERROR = re.compile(r"regex parse error:\n {4}.*\n {4}(?P<before> *)\^+\nerror: (?P<reason>.*)")
+INVALID_REGEX = re.compile(r"\(in regex\): (?P<reason>.*)")
+LARK_ERROR = re.compile(r"(?:at )?(?P<line>\d+)\((?P<column>\d+)\): (?P<reason>.*)")
+
+
+def compile_json_schema(table: TokenTable, schema: str | Schema | bool) -> GrammarConstraint:
+    """Replies that are JSON of `schema`, with white space as JSON allows it. Its text, or what that parses to."""
+    parsed = _parse(schema) if isinstance(schema, str) else schema
+    if parsed is True:
+        parsed = {}
+    if not isinstance(parsed, dict):
+        raise UsageError(f"JSON schema: {json.dumps(parsed):.40} allows nothing", 'write a table: {"type": "object"}')
+    strict = {**parsed, "x-guidance": {**_options(parsed), "lenient": False}}
+    if fault := _schema_fault(strict):
+        place = _place(strict, strict, fault) or "/"
+        raise UsageError(f"JSON schema, at {place}: {_one_line(fault)}", "take it out or say it in another way")
+    return _constraint(table, f"start: %json {json.dumps(strict)}", "JSON schema", _lark_reason)
+
+
+def compile_regex(table: TokenTable, pattern: str) -> GrammarConstraint:
+    """Replies that `pattern` matches from first to last character. Syntax of the Rust crate regex, no look-around."""
+    lark = f"start: /{regex_to_lark(pattern, use_ascii='')}/"
+    return _constraint(table, lark, "regular expression", _regex_reason)
+
+
+def compile_grammar(table: TokenTable, text: str) -> GrammarConstraint:
+    """Replies of a grammar in llguidance's dialect of Lark, or in GBNF as llama.cpp has it."""
+    if not GBNF_RULE.search(text):
+        return _constraint(table, text, "grammar", _lark_reason)
+    try:
+        lark = gbnf_to_lark(text)
+    except Exception as fault:  # the converter raises what it likes
+        raise UsageError(f"GBNF grammar: {_one_line(str(fault))}", "see llama.cpp's guide to GBNF") from None
+    return _constraint(table, lark, "GBNF grammar", _lark_reason)
+
+
+def compile_choice(table: TokenTable, options: Sequence[str], ignore_case: bool = False) -> GrammarConstraint:
+    """Replies that are one of `options`."""
+    if not options or not all(options):
+        raise UsageError("a choice needs options, each of at least one character", "give them")
+    lark = "start: OPTION\nOPTION: " + " | ".join(lark_string(option) + "i" * ignore_case for option in options)
+    return _constraint(table, lark, "choice", _lark_reason)
+
+
+def lark_string(text: str) -> str:
+    """`text` as a terminal of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _constraint(table: TokenTable, lark: str, kind: str, reason: Callable[[str], str]) -> GrammarConstraint:
+    matcher = LLMatcher(table.library, LLMatcher.grammar_from_lark(lark + EVERY_SPELLING), log_level=0)
+    if matcher.is_error():
+        raise UsageError(f"{kind}{reason(matcher.get_error())}", "correct it or use something simpler")
+    if warnings := matcher.get_grammar_warnings():
+        raise UsageError(f"{kind}: {warnings[0]}", "what can only be followed in part is not followed at all")
+    return GrammarConstraint(table, matcher)
+
+
+def _parse(schema: str) -> object:
+    try:
+        return json.loads(schema)
+    except json.JSONDecodeError as fault:
+        place = f"line {fault.lineno}, column {fault.colno}"
+        raise UsageError(f"JSON schema, {place}: {fault.msg}", "it is not JSON") from None
+    except RecursionError:
+        raise UsageError("JSON schema: nested too deeply", "use a flatter one") from None
+
+
+def _options(schema: Schema) -> Schema:
+    """The schema's own settings of the library, as `{"whitespace_flexible": false}`."""
+    options = schema.get("x-guidance", {})
+    if not isinstance(options, dict):
+        raise UsageError("JSON schema, at /x-guidance: not a table", "take it out")
+    return options
+
+
+def _schema_fault(schema: Schema) -> str:
+    """Why a schema cannot be followed; "" if it can."""
+    try:
+        fault: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
+    except ValueError as error:
+        fault = str(error)
+    return fault
+
+
+def _place(schema: Schema, root: Schema, fault: str) -> str:
+    """JSON pointer to the smallest part of a schema that has the same fault by itself."""
+    shared: Schema = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    for pointer, child in _parts(schema):
+        if _schema_fault({**shared, **child}) == fault:
+            return pointer + _place(child, root, fault)
+    return ""
+
+
+def _parts(schema: Schema) -> Iterator[tuple[str, Schema]]:
+    for key, value in schema.items():
+        if key in SCHEMAS and isinstance(value, dict):
+            yield f"/{key}", value
+        elif key in LISTS and isinstance(value, list):
+            yield from ((f"/{key}/{n}", child) for n, child in enumerate(value) if isinstance(child, dict))
+        elif key in TABLES and isinstance(value, dict):
+            escaped = ((name.replace("~", "~0").replace("/", "~1"), child) for name, child in value.items())
+            yield from ((f"/{key}/{name}", child) for name, child in escaped if isinstance(child, dict))
+
+
+def _regex_reason(error: str) -> str:
+    """The place in the expression. The library speaks of the grammar that it wrapped the expression in."""
+    if found := REGEX_ERROR.search(error):
+        return f", character {len(found['before']) + 1}: {found['reason']}"
+    return f": {found['reason'] if (found := INVALID_REGEX.search(error)) else _one_line(error)}"
+
+
+def _lark_reason(error: str) -> str:
+    if found := LARK_ERROR.match(error):
+        return f", line {found['line']}, column {found['column']}: {found['reason']:.200}"
+    return f": {_one_line(error)}"
+
+
+def _one_line(error: str) -> str:
+    return (
+        "regular expression" + _regex_reason(error) if REGEX_ERROR.search(error) else f"{' '.join(error.split()):.200}"
+    )
