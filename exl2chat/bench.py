@@ -1,15 +1,18 @@
-"""`exl2chat bench`: how fast a model answers on this machine, with the threads that a chat would use."""
+"""`exl2chat bench`: how fast a model answers on this machine, with the threads and kernels that a chat would use."""
 
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from exl2chat.errors import UsageError
 from exl2chat.gpu_report import write_report
 from exl2chat.link.threads import worker_environment
 from exl2chat.model import hub
@@ -19,26 +22,34 @@ from exl2chat.progress import Progress as Tell
 from exl2chat.safetext import scrub_line
 from exl2chat.settings import Settings, complete_environment
 
-PROMPT = 512
-CONTEXTS = (128, 1024)
-LONGEST = 2048
+if TYPE_CHECKING:
+    import torch
+
+    from exl2chat.engine.placement import Budget
+    from exl2chat.engine.transformer import Transformer
+
+SHAPES = ("llama-8b", "llama-1b", "tiny")
 
 Report = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `exl2chat bench`."""
+    parser.add_argument("--shape", choices=SHAPES, help="measure random weights of this shape instead of a model")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument(
-        "--report", type=Path, help="test and time the GPU kernels, and write it to a file", metavar="FILE"
+        "--report",
+        type=Path,
+        help="run the GPU's tests, measure every shape and kernel, and write a file",
+        metavar="FILE",
     )
 
 
 def main(args: argparse.Namespace, settings: Settings, paths: Paths) -> int:
     """Measure, with a bar on stderr, and print the report on stdout. ModelError where the model cannot be had."""
-    if args.report:
-        write_report(args.report)
-        return 0
+    if args.shape and settings.lookup("model")[1] == "flag":
+        raise UsageError("--shape and --model exclude each other", "leave one of them out")
+    complete_environment(worker_environment(paths))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
@@ -47,77 +58,115 @@ def main(args: argparse.Namespace, settings: Settings, paths: Paths) -> int:
         def show(stage: str, done: int = 0, total: int = 0, unit: str = "") -> None:
             bars.update(task, description=scrub_line(f"{stage} {unit}"), completed=done, total=total or None)
 
-        folder = hub.resolve(settings["model"], paths, show)
-        report = measure(folder, settings, show)
-    if args.json:
-        print(json.dumps(report))
-    else:
-        threads = "thread" if report["threads"] == 1 else "threads"
-        where = f"{report['threads']} {threads}" if report["device"] == "cpu" else report["device"]
-        print(scrub_line(f"{report['model']}: {report['quantization']}, {report['dtype']}, {where}"))
-        Console().print(as_table(report))
-        print(f"load {report['weight_bytes'] / 1e6:.0f} MB in {report['load_seconds']:.1f} s")
+        if args.report:
+            write_report(args.report, show)
+            return 0
+        folder = None if args.shape else hub.resolve(settings["model"], paths, show)
+        report = measure(folder, args.shape, settings, show)
+    print(json.dumps(report)) if args.json else show_report(report)
     return 0
 
 
-def measure(folder: Path, settings: Settings, progress: Tell) -> Report:
-    """Load the model in `folder` and time it within the context of the settings.
+def measure(folder: Path | None, shape: str | None, settings: Settings, progress: Tell) -> Report:
+    """Load the model in `folder`, or make one of `shape`, and time it within the context of the settings.
 
-    Speeds are tokens per second, sizes bytes. UsageError for a context that the model was not made for.
+    UsageError for a context that the model was not made for, ModelError for a model that does not fit the memory.
     """
-    complete_environment(worker_environment())
     import torch
 
     from exl2chat.engine import placement
-    from exl2chat.engine.benchmark import TURN, measure_decoding, measure_prefill
-    from exl2chat.engine.loader import choose_context
-    from exl2chat.engine.transformer import Transformer
+    from exl2chat.engine.benchmark import measure as measure_model
+    from exl2chat.engine.cache import BITS
+    from exl2chat.engine.step_benchmark import as_objects
 
-    checkpoint = open_checkpoint(folder)
-    place = placement.choose_device(settings["device"])
-    kind = placement.choose_dtype(settings["dtype"], place)
-    longest = choose_context(checkpoint, settings["context"] or min(checkpoint.config.context, LONGEST))
-    placement.check_memory(checkpoint, place, kind, longest)
+    device = placement.choose_device(settings["device"])
+    dtype = placement.choose_dtype(settings["dtype"], device)
+    bits = BITS[settings["cache"]]
     start = time.perf_counter()
-    model = Transformer.load(checkpoint, place, kind, progress)
+    if folder is None:
+        model, budget = _make(shape or "", device, dtype, bits, settings["context"], progress)
+        quantization = "random weights"
+    else:
+        model, budget, quantization = _load(folder, device, dtype, bits, settings["context"], progress)
     loaded = time.perf_counter()
-    prefill = measure_prefill(model, min(PROMPT, longest), progress)
-    decoding = [measure_decoding(model, context, progress) for context in CONTEXTS if context + TURN <= longest]
+    model.warm_up(model.new_cache(budget.context), progress)
+    ready = time.perf_counter()
+    bandwidth, rows = measure_model(model, budget.context, progress)
     return {
-        "model": checkpoint.config.name,
-        "quantization": checkpoint.quantization,
-        "device": place.type,
-        "dtype": str(kind).removeprefix("torch."),
+        "model": model.config.name,
+        "quantization": quantization,
+        "device": device.type,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "dtype": str(dtype).removeprefix("torch."),
+        "cache": settings["cache"],
         "threads": torch.get_num_threads(),
+        "memory": str(budget),
         "weight_bytes": model.weight_bytes,
         "load_seconds": loaded - start,
-        "prefill_tokens": min(PROMPT, longest),
-        "prefill_per_second": prefill,
-        "decode": [
-            {
-                "context": row.context,
-                "per_second": row.tokens_per_second,
-                "matrices_per_second": row.matrices_per_second,
-                "ratio": row.ratio,
-                "read_bytes_per_second": row.tokens_per_second * model.weights.read_bytes,
-            }
-            for row in decoding
-        ],
+        "kernels_seconds": ready - loaded,
+        "read_bytes_per_second": bandwidth,
+        "rows": as_objects(rows),
     }
 
 
+def _load(
+    folder: Path, device: "torch.device", dtype: "torch.dtype", bits: int, asked: int | None, progress: Tell
+) -> "tuple[Transformer, Budget, str]":
+    from exl2chat.engine import placement
+    from exl2chat.engine.benchmark import workload
+    from exl2chat.engine.transformer import Transformer
+
+    checkpoint = open_checkpoint(folder)
+    placement.check_context(checkpoint, asked)
+    candidate = placement.candidate(checkpoint, device, dtype, bits)
+    budget = placement.plan_memory(candidate, device, dtype, asked, usual=workload(device).room)
+    progress(f"loading {budget}")
+    return Transformer.load(checkpoint, device, dtype, progress, bits), budget, checkpoint.quantization
+
+
+def _make(
+    name: str, device: "torch.device", dtype: "torch.dtype", bits: int, asked: int | None, progress: Tell
+) -> "tuple[Transformer, Budget]":
+    from exl2chat.engine import placement, shapes
+    from exl2chat.engine.benchmark import workload
+
+    shape = shapes.SHAPES[name]
+    weights = shape.weight_bytes(device, dtype)
+    candidate = placement.Candidate(f"--shape {name}", shape.config(), weights, bits)
+    budget = placement.plan_memory(candidate, device, dtype, asked, usual=workload(device).room)
+    return replace(shapes.random_model(shape, device, dtype, progress), cache_bits=bits), budget
+
+
+def show_report(report: Report) -> None:
+    """The report for a person, on stdout."""
+    threads = "thread" if report["threads"] == 1 else "threads"
+    where = report["gpu"] or f"{report['threads']} {threads}"
+    print(
+        scrub_line(f"{report['model']}: {report['quantization']}, {report['dtype']}, cache {report['cache']}, {where}")
+    )
+    Console().print(as_table(report))
+    for ceiling in dict.fromkeys(row["ceiling"] for row in report["rows"]):
+        print(f"ceiling of {' and '.join(_kinds(report, ceiling))}: {ceiling}")
+    print(f"load {report['weight_bytes'] / 1e6:.0f} MB in {report['load_seconds']:.1f} s; memory {report['memory']}")
+    if report["read_bytes_per_second"]:
+        print(f"kernels ready in {report['kernels_seconds']:.1f} s; ", end="")
+        print(f"the memory is read at {report['read_bytes_per_second'] / 1e12:.2f} TB/s")
+
+
+def _kinds(report: Report, ceiling: str) -> list[str]:
+    """Which rows are measured against it."""
+    names = [row["name"] for row in report["rows"] if row["ceiling"] == ceiling]
+    return list(dict.fromkeys("prompts" if name.startswith("prompt") else "replies" for name in names))
+
+
 def as_table(report: Report) -> Table:
-    """The speeds for a person."""
-    table = Table()
-    for name in ("", "tokens/s", "matrices alone", "ratio", "GB/s"):
-        table.add_column(name, justify="right" if name else "left")
-    table.add_row(f"prompt of {report['prefill_tokens']}", f"{report['prefill_per_second']:.0f}")
-    for row in report["decode"]:
-        table.add_row(
-            f"reply at {row['context']}",
-            f"{row['per_second']:.1f}",
-            f"{row['matrices_per_second']:.1f}",
-            f"{row['ratio']:.2f}",
-            f"{row['read_bytes_per_second'] / 1e9:.1f}",
-        )
+    """The speeds, each with the share of its ceiling; several tokens at once also as a multiple of one."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for name in ("", "tokens/s", "ms", "of ceiling", "of one"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for row in report["rows"]:
+        speed, milliseconds = row["tokens_per_second"], row["microseconds"] / 1e3
+        shown = f"{speed:,.0f}" if speed >= 1000 else f"{speed:.1f}"
+        times = f"{row['times_one']:.2f} x" if "times_one" in row else ""
+        table.add_row(row["name"], shown, f"{milliseconds:.2f}", f"{row['ratio']:.0%}", times)
     return table

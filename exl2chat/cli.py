@@ -40,6 +40,7 @@ COMMANDS = (
     Command("run", "exl2chat.run", "answer one prompt on the standard output", ("model", "chat", "sampling")),
     Command("pull", "exl2chat.pull", "fetch a model, to chat without a network later"),
     Command("bench", "exl2chat.bench", "measure how fast a model answers here", ("model",)),
+    Command("doctor", "exl2chat.doctor", "check that what a chat needs is here and works", reads_settings=False),
     Command("sessions", "exl2chat.sessions", "list the saved chats", reads_settings=False),
     Command("paths", "exl2chat.locations", "print where chats, models, settings and logs are", reads_settings=False),
 )

@@ -7,6 +7,8 @@ context, 6 a session file is locked or damaged, 130 interrupted, 141 the reader 
 
 from typing import ClassVar
 
+GPU_PACKAGES = "pip install 'exl2chat[cuda13]' (or cuda12, after the version of your driver), or use --device cpu"
+
 
 class ChatError(Exception):
     """A failure a user can read. `message` names the file and the field; `remedy` says what to do next."""

@@ -6,26 +6,37 @@ CI has no GPU; a test compares the committed report with the sources (`exl2chat 
 import hashlib
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from exl2chat.errors import ModelError
+from exl2chat.progress import Progress
+from exl2chat.settings import child_environment
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGE = Path(__file__).parent
 TESTS = PACKAGE.parent / "tests" / "gpu"
 # Everything that runs only on a GPU, beside the kernels.
 SOURCES = (
+    "engine/checkup.py",
     "engine/decode_graphs.py",
+    "engine/shapes.py",
     "engine/step_benchmark.py",
     "engine/tiling.py",
     "ops/attention.py",
+    "ops/cache_format.py",
     "ops/cuda.py",
+    "ops/cuda_attention.py",
     "ops/cuda_prefill.py",
     "ops/kernel_benchmark.py",
     "ops/plan.py",
@@ -33,6 +44,11 @@ SOURCES = (
     "ops/tiles.py",
 )
 SECONDS = 540
+# The tools of NVIDIA's compute-sanitizer, and what each says at its end.
+SANITIZERS = {"memcheck": r"ERROR SUMMARY: (\d+)", "racecheck": r"RACECHECK SUMMARY: (\d+)"}
+# Not ours to mend: cuda.bindings asks the driver for functions that it does not have, and in cuDNN's attention for
+# Hopper, which torch calls, racecheck reports hazards.
+SANITIZER_OPTIONS = ("--report-api-errors", "no", "--kernel-name-exclude", "kernel_substring=cudnn")
 
 
 def source_hash() -> str:
@@ -44,7 +60,7 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def write_report(file: Path) -> None:
+def write_report(file: Path, progress: Progress) -> None:
     """Run the GPU's tests and benchmarks and write what came out. ModelError where there is no GPU or no checkout."""
     import torch
 
@@ -54,13 +70,14 @@ def write_report(file: Path) -> None:
         )
     import cupy
 
-    from exl2chat.engine.step_benchmark import measure_steps
     from exl2chat.ops.kernel_benchmark import measure_crossover, measure_products, measure_read
 
+    progress("running the GPU's tests")
     tests = run_tests()
     device = torch.device("cuda")
     bandwidth = measure_read(device)
-    rows = [*measure_products(device, bandwidth), *measure_crossover(device), *measure_steps(device, bandwidth)]
+    progress("timing the kernels")
+    kernels = [*measure_products(device, bandwidth), *measure_crossover(device)]
     report = {
         "source_hash": source_hash(),
         "date": time.strftime("%Y-%m-%d"),
@@ -71,13 +88,31 @@ def write_report(file: Path) -> None:
         "cupy": cupy.__version__,
         "read_bytes_per_second": round(bandwidth),
         "tests": tests,
-        "rows": [
-            {key: round(value, 2) if isinstance(value, float) else value for key, value in asdict(row).items()}
-            | {"ratio": round(row.ratio, 3)}
-            for row in rows
-        ],
+        "sanitizer": run_sanitizer(),
+        "rows": [row.as_object() for row in kernels],
+        "shapes": measure_shapes(device, bandwidth, progress),
     }
     file.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+
+
+def measure_shapes(device: "torch.device", bandwidth: float, progress: Progress) -> dict[str, list[dict[str, Any]]]:
+    """The rows of whole models by the name of their shape, as `exl2chat bench --shape` prints them."""
+    import torch
+
+    from exl2chat.engine.cache import BITS
+    from exl2chat.engine.shapes import SHAPES, random_model
+    from exl2chat.engine.step_benchmark import CACHE_WORKLOAD, SHORT_WORKLOAD, WORKLOAD, as_objects, measure_steps
+
+    tables = {}
+    for name, work, caches in (("llama-8b", WORKLOAD, ("q8", "q6", "q4")), ("llama-1b", SHORT_WORKLOAD, ())):
+        model = random_model(SHAPES[name], device, torch.float16, progress)
+        tables[name] = as_objects(measure_steps(model, bandwidth, work, progress))
+        for cache in caches:
+            model = replace(model, cache_bits=BITS[cache])
+            tables[f"{name} {cache}"] = as_objects(measure_steps(model, bandwidth, CACHE_WORKLOAD, progress))
+        del model
+        torch.cuda.empty_cache()
+    return tables
 
 
 def run_tests() -> dict[str, Any]:
@@ -89,3 +124,38 @@ def run_tests() -> dict[str, Any]:
         cases = list(ET.parse(results).getroot().iter("testcase"))
     bad = {tag: [c.attrib["name"] for c in cases if c.find(tag) is not None] for tag in ("failure", "error", "skipped")}
     return {"passed": len(cases) - sum(map(len, bad.values())), **bad}
+
+
+def run_sanitizer() -> dict[str, dict[str, int | str]]:
+    """What compute-sanitizer finds: by tool and family of kernels (`engine.checkup`) the number of errors or hazards,
+    or what it said where it could not finish. Every case is a process; they run side by side."""
+    from exl2chat.engine.checkup import FAMILIES
+
+    with ThreadPoolExecutor() as pool:
+        found = {tool: {name: pool.submit(sanitize, tool, name) for name in FAMILIES} for tool in SANITIZERS}
+        return {tool: {name: case.result() for name, case in cases.items()} for tool, cases in found.items()}
+
+
+def sanitize(tool: str, family: str) -> int | str:
+    """One case under one tool."""
+    command = [
+        "compute-sanitizer",
+        "--tool",
+        tool,
+        *SANITIZER_OPTIONS,
+        sys.executable,
+        str(TESTS / "sanitize.py"),
+        family,
+    ]
+    # Every tensor is an allocation of its own, so that memcheck sees where it ends.
+    environment = child_environment({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+    try:
+        result = subprocess.run(
+            command, cwd=PACKAGE.parent, env=environment, timeout=SECONDS, check=False, capture_output=True, text=True
+        )
+    except (OSError, subprocess.TimeoutExpired) as fault:
+        return str(fault)
+    summary = re.search(SANITIZERS[tool], result.stdout)
+    if result.returncode or not summary:
+        return (result.stdout + result.stderr)[-600:]
+    return int(summary[1])

@@ -20,6 +20,7 @@ def main(_args: argparse.Namespace, _settings: Settings, paths: Paths) -> int:
         "trash": paths.trash,
         "history": paths.history,
         "models": paths.models,
+        "kernels": paths.kernels,
         "log": paths.log,
     }
     for name, path in places.items():

@@ -55,6 +55,10 @@ class Paths:
         return self.cache / "models"
 
     @property
+    def kernels(self) -> Path:
+        return self.cache / "kernels"
+
+    @property
     def log(self) -> Path:
         return self.state / "engine.log"
 

@@ -144,6 +144,9 @@ class _Listener:
                 self.reply.set_exception(error_for(status, message, remedy))
             case Notice(text, status=status) if status:
                 self.reply.set_exception(error_for(status, text))
+            case Notice(text, "warning"):
+                self._meter.hide()
+                print(f"exl2chat: {scrub_line(text)}", file=sys.stderr)
             case PathChanged() if self.interrupted:  # stopped before it brought any text
                 self.reply.cancel()
 

@@ -38,14 +38,15 @@ ALLOWED = {
     "pull": ("model",),
     "bench": ("engine", "ops", "model", "link.threads", "gpu_report"),
     "gpu_report": ("engine", "ops"),
+    "doctor": ("engine", "ops", "kernels", "model", "link.threads"),
     "sessions": ("chat",),
     "locations": (),
 }  # fmt: skip
 
 # Where a heavy or a terminal library may be imported.
 CONFINED = {
-    "torch": ("engine", "ops", "kernels", "exllamav2", "bench", "gpu_report"),
-    "cupy": ("kernels", "ops", "gpu_report"),
+    "torch": ("engine", "ops", "kernels", "exllamav2", "bench", "gpu_report", "doctor"),
+    "cupy": ("kernels", "ops", "gpu_report", "doctor"),
     "textual": ("ui",),
     "tokenizers": ("model",),
     "sentencepiece": ("model",),

@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from exl2chat import bench, cli
+from exl2chat.engine import placement
+from exl2chat.engine.shapes import SHAPES
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 
@@ -14,6 +17,10 @@ GOLDEN = Path(__file__).parent / "data" / "golden"
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command sets up its process; the process of the tests must stay as it is."""
     monkeypatch.setattr(bench, "complete_environment", lambda _defaults: None)
+
+
+def names(report: dict) -> list[str]:
+    return [row["name"] for row in report["rows"]]
 
 
 def run(model: str, *flags: str, tmp_path: Path) -> int:
@@ -34,11 +41,10 @@ def test_json_is_one_object_on_stdout(
     assert run(model, *flags, "--json", tmp_path=tmp_path) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["device"], report["dtype"], report["threads"] > 0) == ("cpu", dtype, True)
-    assert report["prefill_per_second"] > 0
-    assert [row["context"] for row in report["decode"]] == [128, 1024]
-    for row in report["decode"]:
-        assert row["ratio"] == pytest.approx(row["per_second"] / row["matrices_per_second"])
-        assert row["read_bytes_per_second"] > row["per_second"] * report["weight_bytes"] / 2
+    assert names(report) == ["prompt of 512", "reply at context 128", "reply at context 1024"]
+    for row in report["rows"]:
+        assert row["ratio"] == pytest.approx(row["ceiling_microseconds"] / row["microseconds"], rel=0.01)
+        assert row["tokens_per_second"] == pytest.approx(row["rows"] * 1e6 / row["microseconds"], rel=0.01)
 
 
 def test_the_table_names_the_model_and_both_contexts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,14 +52,43 @@ def test_the_table_names_the_model_and_both_contexts(tmp_path: Path, capsys: pyt
     shown, errors = capsys.readouterr()
     assert errors == ""
     assert [line for line in shown.splitlines() if not line.strip()] == []
-    for text in ("llama-3.0bpw-exl2", "EXL2", "bfloat16", "prompt of 512", "reply at 128", "reply at 1024", "load"):
+    for text in ("llama-3.0bpw-exl2", "EXL2", "bfloat16", "prompt of 512", "reply at context 1024", "load", "MiB"):
         assert text in shown
 
 
 def test_a_context_bounds_what_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("llama-3.0bpw-exl2", "--json", "--ctx", "256", tmp_path=tmp_path) == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["prefill_tokens"], [row["context"] for row in report["decode"]]) == (256, [128])
+    assert names(report) == ["prompt of 256", "reply at context 128"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_shape_needs_no_model(dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["bench", "--shape", "tiny", "--device", "cpu", "--dtype", dtype, "--json", "--home", str(tmp_path)]
+    assert cli.main(flags) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert len(names(report)) == 3
+    assert "tiny" in report["model"]
+    assert report["weight_bytes"] == SHAPES["tiny"].weight_bytes(torch.device("cpu"), getattr(torch, dtype))
+
+
+def test_every_shape_can_be_asked_for() -> None:
+    assert set(bench.SHAPES) == SHAPES.keys()
+
+
+def test_a_shape_and_a_model_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("llama-fp16", "--shape", "tiny", tmp_path=tmp_path) == 2
+    assert "--shape" in capsys.readouterr().err
+
+
+def test_a_shape_that_does_not_fit_is_one_clear_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "free_bytes", lambda _: 8 << 30)
+    assert cli.main(["bench", "--shape", "llama-8b", "--device", "cpu", "--home", str(tmp_path)]) == 3
+    said = capsys.readouterr().err
+    assert "--shape llama-8b" in said
+    assert "do not fit 8.0 GiB" in said
 
 
 def test_a_context_beyond_the_models_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,9 +28,9 @@ RUN = [sys.executable, "-m", "exl2chat", "run"]
 def script(tmp_path):
     """Write a script of one reply; the flags that make the engine play it."""
 
-    def write(*reply, load=()):
+    def write(*reply, load=(), note=""):
         path = tmp_path / "script.json"
-        path.write_bytes(msgspec.json.encode(Script(load=load, replies=(reply,))))
+        path.write_bytes(msgspec.json.encode(Script(load=load, replies=(reply,), note=note)))
         return ["--home", str(tmp_path), "--engine", f"scripted:{path}"]
 
     return write
@@ -56,6 +56,11 @@ def test_json_is_one_object_with_text_counts_times_and_stop_reason(script):
     assert (result["prompt_tokens"], result["cached_tokens"], result["reply_tokens"]) == (7, 2, 3)
     assert {"model", "first_token_s", "decode_s", "tokens_per_second"} <= result.keys()
     assert done.stderr == ""
+
+
+def test_what_is_to_be_known_of_a_load_goes_to_the_standard_error(script):
+    done = run(*script(Say("a"), note="the context is 1024 tokens"), "-p", "hi")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "a\n", "exl2chat: the context is 1024 tokens\n")
 
 
 def test_max_tokens_reaches_the_engine(script):

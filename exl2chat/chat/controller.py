@@ -297,6 +297,8 @@ class Controller:
         if news == "kept" and self._loads.held:
             self._take_settings(put_back(self.settings, self._loads.held))
         self.emit(ModelReady(event.model, event.seconds))
+        if event.note:
+            self.emit(Notice(event.note, "warning"))
         if news == "kept":
             self.emit(Notice(f"that could not be loaded: {event.model.name} still answers", "warning"))
 

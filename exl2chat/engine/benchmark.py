@@ -1,64 +1,83 @@
-"""How fast a loaded model runs here, and how much of that its matrices alone would take.
+"""How fast a loaded model runs here, each figure beside a ceiling that was measured in the same run.
 
-The machine may be shared: the bare matrices and whole decoding steps take turns, and medians are compared. A turn is a
-few steps, so that most find the processor's caches as in a reply.
+On a GPU: `step_benchmark`. On the CPU the ceiling is the bare matrices. The machine may be shared: they and whole steps
+take turns, and medians are compared. A turn is a few steps, so that most find the processor's caches as in a reply.
 """
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor
 
 from exl2chat.engine.cache import KVCache
+from exl2chat.engine.step_benchmark import WORKLOAD, Workload, measure_steps
 from exl2chat.engine.transformer import Transformer, prefill_chunk
+from exl2chat.ops.kernel_benchmark import KernelRow, measure_read
 from exl2chat.ops.packed import Weight
 from exl2chat.progress import Progress
 
+CPU_WORKLOAD = Workload(contexts=(128, 1024), rows=(1,), prompts=(512,))
 ROUNDS = 12
 TURN = 4  # steps
 PREFILL_ROUNDS = 3
 WARM_UP = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Decoding:
-    """One sequence of `context` tokens, one more at a time. Tokens per second: whole steps, and the matrices alone."""
-
-    context: int
-    tokens_per_second: float
-    matrices_per_second: float
-
-    @property
-    def ratio(self) -> float:
-        """The share of a step that multiplies matrices."""
-        return self.tokens_per_second / self.matrices_per_second
+def workload(device: torch.device) -> Workload:
+    """What is worth timing on `device`."""
+    return WORKLOAD if device.type == "cuda" else CPU_WORKLOAD
 
 
-def measure_prefill(model: Transformer, length: int, progress: Progress) -> float:
-    """Tokens per second at which a prompt of `length` tokens is read, in chunks."""
+def measure(model: Transformer, room: int, progress: Progress) -> tuple[float | None, list[KernelRow]]:
+    """The bandwidth of a GPU's memory in bytes per second, None on the CPU; and replies and prompts, as far as they
+    fit a context of `room` tokens."""
+    work = workload(model.device).within(room)
+    if model.device.type == "cuda":
+        progress("measuring the memory")
+        bandwidth = measure_read(model.device)
+        return bandwidth, measure_steps(model, bandwidth, work, progress)
+    prompts = [measure_prefill(model, length, progress) for length in work.prompts or (room,)]
+    return None, [*prompts, *(measure_decoding(model, context, progress) for context in work.contexts)]
+
+
+def measure_prefill(model: Transformer, length: int, progress: Progress) -> KernelRow:
+    """A prompt of `length` tokens, read in chunks, in turns with the same matrices alone."""
     tokens = torch.randint(model.config.vocab_size, (length,), device=model.device)
     cache = model.new_cache(length)
-    seconds = []
-    for index in range(PREFILL_ROUNDS + 1):
-        progress("reading a prompt", index, PREFILL_ROUNDS + 1, "rounds")
-        seconds.append(_seconds(lambda: _fill(model, tokens, cache), model.device))
-    return length / median(seconds[1:])
+    name = f"prompt of {length}"
+    return _in_turns(
+        name, length, PREFILL_ROUNDS, _matrices(model, length), partial(_fill, model, tokens, cache), 1, progress
+    )
 
 
-def measure_decoding(model: Transformer, context: int, progress: Progress) -> Decoding:
+def measure_decoding(model: Transformer, context: int, progress: Progress) -> KernelRow:
     """Greedy decoding with `context` tokens in the cache, in turns with the same matrices alone."""
     cache = model.new_cache(context + TURN)
     _fill(model, torch.randint(model.config.vocab_size, (context,), device=model.device), cache)
-    matrices = _matrices(model)
-    steps, bare = [], []
-    for index in range(WARM_UP + ROUNDS):
-        progress(f"decoding at {context}", index, WARM_UP + ROUNDS, "rounds")
-        bare.append(_seconds(lambda: _multiply(matrices), model.device))
-        steps.append(_seconds(lambda: _decode(model, cache, context), model.device))
-    return Decoding(context, TURN / median(steps[WARM_UP:]), TURN / median(bare[WARM_UP:]))
+    step = partial(_decode, model, cache, context)
+    return _in_turns(f"reply at context {context}", 1, ROUNDS, _matrices(model, 1), step, TURN, progress)
+
+
+def _in_turns(
+    name: str,
+    tokens: int,
+    rounds: int,
+    matrices: list[tuple[Weight, Tensor]],
+    work: Callable[[], None],
+    steps: int,
+    progress: Progress,
+) -> KernelRow:
+    """Medians of `work`, which is `steps` steps of so many tokens, and of the matrices multiplied as often."""
+    seconds, bare = [], []
+    for index in range(WARM_UP + rounds):
+        progress(name, index, WARM_UP + rounds, "rounds")
+        bare.append(_seconds(partial(_multiply, matrices, steps)) / steps)
+        seconds.append(_seconds(work) / steps)
+    whole, alone = median(seconds[WARM_UP:]), median(bare[WARM_UP:])
+    return KernelRow(name, tokens, whole * 1e6, alone * 1e6, "its matrices alone")
 
 
 def _fill(model: Transformer, tokens: Tensor, cache: KVCache) -> None:
@@ -75,32 +94,30 @@ def _decode(model: Transformer, cache: KVCache, context: int) -> None:
 
 
 @torch.inference_mode()
-def _multiply(matrices: list[tuple[Weight, Tensor]]) -> None:
-    for _ in range(TURN):
+def _multiply(matrices: list[tuple[Weight, Tensor]], times: int) -> None:
+    for _ in range(times):
         for weight, x in matrices:
             weight(x)
 
 
-def _matrices(model: Transformer) -> list[tuple[Weight, Tensor]]:
-    """Every matrix a step reads, in order, with an input of its size and dtype."""
+def _matrices(model: Transformer, rows: int) -> list[tuple[Weight, Tensor]]:
+    """Every matrix that a step of `rows` tokens multiplies, in order, with an input of its size and dtype."""
 
-    def row(size: int) -> Tensor:
-        return torch.randn(1, size, device=model.device, dtype=model.dtype)
+    def random(size: int, count: int = rows) -> Tensor:
+        return torch.randn(count, size, device=model.device, dtype=model.dtype)
 
     config = model.config
-    hidden, inner = row(config.hidden_size), row(config.intermediate_size)
-    heads = row(config.num_heads * config.head_dim)
+    hidden, inner = random(config.hidden_size), random(config.intermediate_size)
+    heads = random(config.num_heads * config.head_dim)
     pairs = [
         pair
         for layer in model.weights.layers
         for pair in ((layer.qkv, hidden), (layer.o, heads), (layer.gate_up, hidden), (layer.down, inner))
     ]
-    return [*pairs, (model.weights.head, hidden)]
+    return [*pairs, (model.weights.head, random(config.hidden_size, 1))]
 
 
-def _seconds(work: Callable[[], None], device: torch.device) -> float:
+def _seconds(work: Callable[[], None]) -> float:
     start = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
     return time.perf_counter() - start

@@ -1,15 +1,23 @@
 """Where a model runs and in what arithmetic, and whether it fits there: decided before anything is loaded."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from exl2chat.engine.cache import cache_bytes
-from exl2chat.errors import ModelError
+from exl2chat.engine.cache import PAGE, cache_bytes
+from exl2chat.engine.transformer import prefill_chunk
+from exl2chat.errors import ModelError, UsageError
 from exl2chat.model.checkpoint import Checkpoint
+from exl2chat.model.config import ModelConfig
 from exl2chat.model.quant import Linear
+from exl2chat.ops.attention import PLAIN_BITS
+from exl2chat.ops.cache_format import LEAST_BLOCK
 
 MEMINFO = Path("/proc/meminfo")
+DEFAULT_CONTEXT = 8192
+LEAST_CONTEXT = 1024  # a shorter one is no chat: better to say that the model does not fit
+GPU_RESERVE = 512 << 20
 
 
 def choose_device(name: str) -> torch.device:
@@ -33,22 +41,119 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     ]
 
 
-def check_memory(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, context: int, reusable: int = 0
-) -> None:
-    """ModelError with the sum where the weights and a cache for `context` tokens exceed the free memory.
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes that a model with a cache for `context` tokens takes; `free` is what there is, None where the system does
+    not tell. `wanted` is the context it would have been given with more memory."""
 
-    `reusable` bytes are in use now and will be free by then.
-    """
-    weights = weight_bytes(checkpoint, dtype, device.type == "cuda" and dtype == torch.float16)
-    cache = cache_bytes(checkpoint.config, context, device, dtype)
-    free = free_bytes(device)
-    if free is not None and weights + cache > free + reusable:
+    weights: int
+    cache: int
+    workspace: int
+    free: int | None
+    context: int
+    wanted: int
+
+    @property
+    def fits(self) -> bool:
+        return self.free is None or self.weights + self.cache + self.workspace <= self.free
+
+    @property
+    def note(self) -> str:
+        """What a user should know of it; empty where all is as usual."""
+        if self.context == self.wanted:
+            return ""
+        return f"the context is {self.context} tokens: with {self.wanted} the model does not fit the free memory"
+
+    def __str__(self) -> str:
+        total = self.weights + self.cache + self.workspace
+        unit, size = ("GiB", 30) if total >> 30 else ("MiB", 20)
+
+        def show(count: int) -> str:
+            return f"{count / (1 << size):,.{1 if size == 30 else 0}f}"
+
+        free = "" if self.free is None else f" of {show(self.free)}"
+        parts = f"{show(self.weights)} weights, {show(self.cache)} cache, {show(self.workspace)} workspace"
+        return f"{show(total)}{free} {unit} ({parts})"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A model that may be loaded: what messages call it, how many bytes its weights take once they are, and the bits of
+    a value in its cache."""
+
+    name: str
+    config: ModelConfig
+    weights: int
+    cache_bits: int = PLAIN_BITS
+
+    def cache_bytes(self, context: int, device: torch.device, dtype: torch.dtype) -> int:
+        return cache_bytes(self.config, context, device, dtype, self.cache_bits)
+
+
+def candidate(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, cache_bits: int = PLAIN_BITS
+) -> Candidate:
+    """A checkpoint as `plan_memory` sees it. ModelError where its keys and values cannot be kept in so few bits."""
+    size = checkpoint.config.head_dim
+    if cache_bits != PLAIN_BITS and size % LEAST_BLOCK:
         raise ModelError(
-            f"{checkpoint.folder.path}: {weights / 2**30:.1f} GiB of weights and {cache / 2**30:.1f} GiB of cache for "
-            f"{context} tokens do not fit {(free + reusable) / 2**30:.1f} GiB of free memory",
-            "choose a smaller model or a smaller --ctx",
+            f"{checkpoint.folder.path}: heads of {size} numbers cannot be kept in {cache_bits} bits", "use --cache fp16"
         )
+    weights = weight_bytes(checkpoint, dtype, device.type == "cuda" and dtype == torch.float16)
+    return Candidate(str(checkpoint.folder.path), checkpoint.config, weights, cache_bits)
+
+
+def check_context(checkpoint: Checkpoint, asked: int | None) -> None:
+    """UsageError where a longer context is asked for than the model was made for."""
+    longest = checkpoint.config.context
+    if asked is not None and asked > longest:
+        raise UsageError(f"--ctx {asked}: {checkpoint.folder.path.name} was made for {longest} tokens", "ask for less")
+
+
+def plan_memory(
+    model: Candidate,
+    device: torch.device,
+    dtype: torch.dtype,
+    asked: int | None,
+    reusable: int = 0,
+    usual: int = DEFAULT_CONTEXT,
+) -> Budget:
+    """The budget for a context of `asked` tokens; None: what the model was made for, at most `usual`, and less where
+    that does not fit. `reusable` bytes are in use now and will be free by then.
+
+    ModelError with the sum and the remedy where it does not fit.
+    """
+    wanted = min(model.config.context, usual) if asked is None else asked
+    free = free_bytes(device)
+    budget = Budget(
+        weights=model.weights,
+        cache=model.cache_bytes(wanted, device, dtype),
+        workspace=workspace_bytes(model.config, device),
+        free=None if free is None else free + reusable,
+        context=wanted,
+        wanted=wanted,
+    )
+    if budget.free is None or budget.fits:
+        return budget
+    room = max(0, budget.free - budget.weights - budget.workspace)
+    fitting = min(wanted, room // model.cache_bytes(PAGE, device, dtype) * PAGE)
+    if asked is None and fitting >= LEAST_CONTEXT:
+        return replace(budget, cache=model.cache_bytes(fitting, device, dtype), context=fitting)
+    smaller = "choose fewer bits per weight or a smaller model"
+    raise ModelError(
+        f"{model.name}: {_gib(budget.weights)} GiB of weights, {_gib(budget.cache)} GiB of cache for {wanted} tokens "
+        f"and {_gib(budget.workspace)} GiB of workspace do not fit {_gib(budget.free)} GiB of free memory",
+        f"--ctx {fitting} would fit, or more with --cache q4; or {smaller}" if fitting else smaller,
+    )
+
+
+def workspace_bytes(config: ModelConfig, device: torch.device) -> int:
+    """Bytes that a step takes for the largest chunk of a prompt, beside weights and cache: activations at 4 bytes each,
+    and on a GPU the decoded matrices of `ops.tiled`, compiled kernels, graphs and what cuBLAS reserves."""
+    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    numbers = 4 * config.hidden_size + 2 * qkv + 3 * config.intermediate_size
+    fixed = GPU_RESERVE if device.type == "cuda" else 0
+    return 4 * prefill_chunk(device) * numbers + fixed
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, stays_packed: bool = False) -> int:
@@ -77,3 +182,7 @@ def free_bytes(device: torch.device) -> int | None:
         return int(fields["MemAvailable"].split()[0]) << 10
     except (OSError, KeyError, ValueError):
         return None
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f}"

@@ -1,88 +1,85 @@
-"""How near whole decoding steps on a GPU come to the memory bandwidth: Llama-3.1-8B's shape with random weights."""
+"""How near whole decoding steps and prompts on a GPU come to what its memory and its matrix units allow."""
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
 import torch
+import torch.nn.functional as F
 
 from exl2chat.engine.cache import KVCache
 from exl2chat.engine.transformer import Transformer, prefill_chunk
-from exl2chat.engine.weights import LayerWeights, Weights
-from exl2chat.model.arch import find_arch
-from exl2chat.model.config import ModelConfig
-from exl2chat.model.rope_config import Rope
-from exl2chat.ops import select
-from exl2chat.ops.kernel_benchmark import BODY, BODY_BITS, HEAD, HEAD_BITS, LAYERS, KernelRow, random_weight
-from exl2chat.ops.packed import Norm, pack_norm
+from exl2chat.ops.attention import PLAIN_BITS
+from exl2chat.ops.kernel_benchmark import KernelRow
+from exl2chat.progress import Progress
 
-HIDDEN, (VOCABULARY,) = HEAD
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-CONTEXTS = (128, 4096, 32768)
-ROWS = (1, 5)
-PROMPTS = (2048, 8192)
 STEPS = 40
+PROMPTS = 4
+PRODUCTS = 8
 
 
-def measure_steps(device: torch.device, bandwidth: float) -> list[KernelRow]:
-    """Steps of 1 and 5 tokens as a generator takes them, the logits of the last one on the host; a prompt's time.
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is timed: steps of each of `rows` tokens at each of `contexts`, and prompts of so many tokens."""
+
+    contexts: tuple[int, ...]
+    rows: tuple[int, ...]
+    prompts: tuple[int, ...]
+
+    @property
+    def room(self) -> int:
+        """Tokens that the cache must hold."""
+        return max((*(context + max(self.rows) for context in self.contexts), *self.prompts))
+
+    def within(self, room: int) -> "Workload":
+        """As much of it as a cache for `room` tokens allows."""
+        contexts = tuple(context for context in self.contexts if context + max(self.rows) <= room)
+        return Workload(contexts, self.rows, tuple(prompt for prompt in self.prompts if prompt <= room))
+
+
+WORKLOAD = Workload(contexts=(128, 4096, 32768), rows=(1, 5), prompts=(2048, 8192))
+CACHE_WORKLOAD = Workload(contexts=(4096, 32768), rows=(1, 5), prompts=())
+SHORT_WORKLOAD = Workload(contexts=(128,), rows=(1,), prompts=())
+
+
+def measure_steps(model: Transformer, bandwidth: float, work: Workload, progress: Progress) -> list[KernelRow]:
+    """Steps as a generator takes them, the logits of the last token on the host; prompts in chunks.
 
     The ceiling of a step is a read, at `bandwidth` bytes per second, of the packed weights and of the cache that it
-    looks at; that of a prompt is the products of its tokens with float16 copies of the matrices, by torch.mm.
+    looks at; that of a prompt is torch.mm of its tokens with float16 copies of the matrices, and torch's attention.
     """
-    model = random_model(device)
-    cache = model.new_cache(max(CONTEXTS) + max(ROWS))
-    cache.storage.normal_()
+    cache = model.new_cache(work.room)
+    if cache.bits == PLAIN_BITS:
+        cache.storage.normal_()
+    else:
+        cache.storage.random_(0, 60)  # any codes, and scales below 1
+    return [*_prompts(model, cache, work, progress), *_steps(model, cache, bandwidth, work, progress)]
+
+
+def as_objects(rows: list[KernelRow]) -> list[dict[str, str | int | float]]:
+    """For JSON: `tokens_per_second`, and how many times as long several tokens at once take as one (`times_one`)."""
+    single = {row.name: row.microseconds for row in rows}
+    objects = []
+    for row in rows:
+        figures = row.as_object() | {"tokens_per_second": round(row.rows * 1e6 / row.microseconds, 1)}
+        one = single.get("reply" + row.name[row.name.find(" at context") :])
+        objects.append(figures | {"times_one": round(row.microseconds / one, 3)} if one and row.rows > 1 else figures)
+    return objects
+
+
+def _steps(model: Transformer, cache: KVCache, bandwidth: float, work: Workload, progress: Progress) -> list[KernelRow]:
     result = []
-    for count in PROMPTS:
-        seconds = _median_seconds(partial(_read_prompt, model, cache, count), 4)
-        ceiling = _prompt_ceiling(count, device)
-        result.append(KernelRow(f"prompt of {count}", count, seconds * 1e6, ceiling * 1e6, "torch.mm"))
-    for context in CONTEXTS:
+    for context in work.contexts:
         seen = cache.storage[..., 0, 0, :].nbytes * context
-        for rows in ROWS:
-            tokens = [1] * rows
-            seconds = _median_seconds(partial(_step, model, cache, tokens, context), STEPS)
-            ceiling = (model.weights.read_bytes + seen) / bandwidth
-            name = f"step at context {context}"
+        ceiling = (model.weights.read_bytes + seen) / bandwidth
+        for rows in work.rows:
+            name = f"reply at context {context}" if rows == 1 else f"{rows} tokens at once at context {context}"
+            progress(name)
+            seconds = _median_seconds(partial(_step, model, cache, [1] * rows, context), STEPS)
             result.append(KernelRow(name, rows, seconds * 1e6, ceiling * 1e6, "a read of the weights and the cache"))
     return result
-
-
-def random_model(device: torch.device) -> Transformer:
-    """The shape of Llama-3.1-8B at about 4.1 bits per weight with a head of 6. Scales keep activations finite."""
-
-    def norm() -> Norm:
-        return pack_norm(torch.ones(HIDDEN), 1e-5, device)
-
-    def layer() -> LayerWeights:
-        qkv, o, gate_up, down = (random_weight(*BODY[name], BODY_BITS, device) for name in BODY)
-        return LayerWeights(qkv, o, gate_up, down, norm(), norm(), None, None, None)
-
-    config = ModelConfig(
-        arch=find_arch(["LlamaForCausalLM"], "benchmark"),
-        name="random weights of the shape of Llama-3.1-8B",
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=BODY["down"][0],
-        num_layers=LAYERS,
-        num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        norm_eps=1e-5,
-        context=2 * max(CONTEXTS),
-        rope=Rope(kind="default", theta=5e5, rotary_dim=HEAD_DIM),
-        windows=(None,) * LAYERS,
-        attention_scale=HEAD_DIM**-0.5,
-        embedding_scale=1.0,
-        tie_embeddings=False,
-    )
-    embedding = torch.randn(VOCABULARY, HIDDEN, device=device).half()
-    layers = tuple(layer() for _ in range(LAYERS))
-    weights = Weights(embedding, layers, norm(), random_weight(*HEAD, HEAD_BITS, device))
-    ops = select(device, torch.float16, HEAD_DIM, HIDDEN, config.intermediate_size)
-    return Transformer(config, weights, device, torch.float16, ops)
 
 
 def _step(model: Transformer, cache: KVCache, tokens: list[int], context: int) -> None:
@@ -91,21 +88,40 @@ def _step(model: Transformer, cache: KVCache, tokens: list[int], context: int) -
     model.forward(ids, cache, last_only=True)[-1].numpy(force=True)
 
 
-def _read_prompt(model: Transformer, cache: KVCache, count: int) -> None:
+def _prompts(model: Transformer, cache: KVCache, work: Workload, progress: Progress) -> list[KernelRow]:
+    result = []
+    for length in work.prompts:
+        name = f"prompt of {length}"
+        progress(name)
+        tokens = torch.ones(length, dtype=torch.int64, device=model.device)
+        seconds = _median_seconds(partial(_read, model, cache, tokens), PROMPTS)
+        ceiling = _prompt_ceiling(model, length)
+        result.append(KernelRow(name, length, seconds * 1e6, ceiling * 1e6, "torch.mm and torch's attention"))
+    return result
+
+
+def _read(model: Transformer, cache: KVCache, tokens: torch.Tensor) -> None:
     cache.truncate(0)
-    tokens = torch.ones(count, dtype=torch.int64, device=model.device)
     for chunk in torch.split(tokens, prefill_chunk(model.device)):
         model.forward(chunk, cache, last_only=True)
 
 
-def _prompt_ceiling(count: int, device: torch.device) -> float:
-    """Seconds of the bare products of a prompt of `count` tokens."""
-    total = 0.0
-    x = torch.randn(count, max(k for k, _ in BODY.values()), device=device).half()
-    for k, widths in BODY.values():
-        matrix = torch.randn(k, sum(widths), device=device).half()
-        total += LAYERS * _median_seconds(partial(torch.mm, x[:, :k], matrix), 10)
-    return total
+def _prompt_ceiling(model: Transformer, length: int) -> float:
+    """Seconds of the bare products of a prompt, and of attention among its tokens, all in float16."""
+    config, device = model.config, model.device
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, inner = config.hidden_size, config.intermediate_size
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=torch.float16)
+
+    seconds = 0.0
+    for k, n in ((hidden, queries + 2 * keys), (queries, hidden), (hidden, 2 * inner), (inner, hidden)):
+        seconds += _median_seconds(partial(torch.mm, random(length, k), random(k, n)), PRODUCTS)
+    q = random(1, config.num_heads, length, config.head_dim)
+    k, v = random(2, 1, config.num_kv_heads, length, config.head_dim)
+    attention = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
+    return config.num_layers * (seconds + _median_seconds(attention, PRODUCTS))
 
 
 def _median_seconds(work: Callable[[], object], count: int) -> float:

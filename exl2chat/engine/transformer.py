@@ -12,12 +12,14 @@ from exl2chat.engine.cache import KVCache
 from exl2chat.engine.weights import Weights, load_weights
 from exl2chat.model.checkpoint import Checkpoint
 from exl2chat.model.config import ModelConfig
-from exl2chat.ops import Heads, Ops, select
+from exl2chat.ops import Heads, Ops, compile_for, select
 from exl2chat.ops.attention import PLAIN_BITS
 from exl2chat.progress import Progress
 
 PREFILL_CHUNK = 512
 GPU_PREFILL_CHUNK = 2048
+# Steps of so many tokens take every kernel that steps of any other number do.
+REHEARSED = (1, 2, 5, 8, 16, 24, 33, 64, 128, 512, GPU_PREFILL_CHUNK)
 
 
 def prefill_chunk(device: torch.device) -> int:
@@ -34,24 +36,54 @@ class Transformer:
     device: torch.device
     dtype: torch.dtype
     ops: Ops
+    cache_bits: int = PLAIN_BITS  # of the caches that it makes (cache.BITS)
 
     @classmethod
     def load(
-        cls, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Progress
+        cls,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: Progress,
+        cache_bits: int = PLAIN_BITS,
     ) -> "Transformer":
-        """Bring a checkpoint onto `device`, to multiply in `dtype`; `placement.check_memory` says before if it fits."""
+        """Bring a checkpoint onto `device`, to multiply in `dtype`; `placement.plan_memory` says before if it fits."""
         config = checkpoint.config
         weights = load_weights(checkpoint, device, dtype, progress)
         ops = select(device, dtype, config.head_dim, config.hidden_size, config.intermediate_size)
-        return cls(config, weights, device, dtype, ops)
+        return cls(config, weights, device, dtype, ops, cache_bits)
 
     @property
     def weight_bytes(self) -> int:
         return self.weights.nbytes
 
-    def new_cache(self, context: int, bits: int = PLAIN_BITS) -> KVCache:
-        """An empty cache for up to `context` tokens, in `bits` a value (cache.BITS)."""
-        return KVCache(self.config, context, self.device, self.dtype, bits)
+    def new_cache(self, context: int) -> KVCache:
+        """An empty cache for up to `context` tokens."""
+        return KVCache(self.config, context, self.device, self.dtype, self.cache_bits)
+
+    @torch.inference_mode()
+    def warm_up(self, cache: KVCache, progress: Progress) -> None:
+        """On a GPU: compile the kernels that a chat over `cache`, which is empty, will need, and take one step of the
+        largest kind, so that memory that is not there is missed now. ModelError where a kernel does not compile."""
+        if self.device.type != "cuda":
+            return
+
+        def take(count: int, start: int) -> None:
+            cache.length = start
+            cache.reserve(count)
+            self.step(torch.zeros(count, dtype=torch.int64, device=self.device), cache, True)
+
+        counts = [count for count in REHEARSED if count <= cache.capacity]
+
+        def rehearse() -> None:
+            for count in counts:
+                take(count, 0)
+                take(count, cache.capacity - count)
+
+        compile_for(rehearse, progress)
+        progress("trying the largest step")
+        take(counts[-1], cache.capacity - counts[-1])
+        cache.truncate(0)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: KVCache, last_only: bool = False) -> Tensor:
@@ -63,15 +95,16 @@ class Transformer:
         count = tokens.shape[0]
         cache.reserve(count)
         if count <= self.ops.recorded_rows:
-            logits = cache.graphs.run(tokens, lambda tokens: self._step(tokens, cache, False))
+            logits = cache.graphs.run(tokens, lambda tokens: self.step(tokens, cache, False))
             logits = logits[-1:] if last_only else logits
         else:
-            logits = self._step(tokens, cache, last_only)
+            logits = self.step(tokens, cache, last_only)
         cache.length += count
         return logits
 
-    def _step(self, tokens: Tensor, cache: KVCache, last_only: bool) -> Tensor:
-        """The logits of tokens for which the cache has room."""
+    def step(self, tokens: Tensor, cache: KVCache, last_only: bool) -> Tensor:
+        """The logits of tokens for which the cache has room, as `forward`, but that `cache.length` stays as it is. With
+        up to `ops.recorded_rows` tokens they follow those before `cache.position`, whatever the length."""
         config, weights, ops = self.config, self.weights, self.ops
         heads = Heads(
             config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale, config.attention_softcap

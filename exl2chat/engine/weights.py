@@ -131,6 +131,8 @@ class _Loader:
     def head(self, head: Linear) -> Weight:
         """The head, cut to the vocabulary."""
         count = self.config.vocab_size
+        if self.has_kernels and (tiled := tile((head,), self.device, count)) is not None:
+            return tiled
         bias = join_bias((head,))
         return pack(read_matrix(head)[:count], None if bias is None else bias[:count], self.device, self.dtype)
 

@@ -8,7 +8,7 @@ import torch
 from rich.progress import Progress as RichProgress
 from torch import Tensor
 
-from exl2chat.engine.placement import check_memory, choose_device, choose_dtype
+from exl2chat.engine.placement import candidate, choose_device, choose_dtype, plan_memory
 from exl2chat.engine.transformer import Transformer
 from exl2chat.errors import ModelError, UsageError
 from exl2chat.exllamav2.config import ExLlamaV2Config
@@ -78,7 +78,7 @@ class ExLlamaV2:
         checkpoint = self.config.checkpoint()
         device = choose_device(self.config.device)
         dtype = choose_dtype(self.config.dtype, device)
-        check_memory(checkpoint, device, dtype, context)
+        plan_memory(candidate(checkpoint, device, dtype), device, dtype, context)
         if progress:
             with RichProgress(transient=True) as bar:
                 self._transformer = Transformer.load(checkpoint, device, dtype, _bar_progress(bar))

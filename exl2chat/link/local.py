@@ -78,7 +78,7 @@ class LocalEngine:
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=DEVNULL if log is None else log,
-                env=child_environment(worker_environment()),
+                env=child_environment(worker_environment(self._paths)),
                 start_new_session=True,
             )
         except OSError as fault:

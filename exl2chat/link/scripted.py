@@ -102,6 +102,7 @@ class Script(msgspec.Struct, frozen=True):
 
     load: Steps = ()
     replies: tuple[Steps, ...] = ((Read(total=16), Say(DEMO, delay=0.02)),)
+    note: str = ""  # what the user should know of the load
 
 
 def read_script(path: Path) -> Script:
@@ -185,7 +186,9 @@ class ScriptedEngine:
                     return end
         except _Stopped:
             return wire.Failed("", "the load was stopped")
-        return wire.Ready(msgspec.structs.replace(MODEL, context=request.context or MODEL.context), seconds=0.0)
+        return wire.Ready(
+            msgspec.structs.replace(MODEL, context=request.context or MODEL.context), 0.0, self.script.note
+        )
 
     async def _reply(self, request: wire.Generate) -> wire.Event:
         """Play the next reply of the script; the event that ends it."""

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from exl2chat.link.host import Host
 
 PROGRESS_SECONDS = 0.1
+# What torch on the CPU, torch on a GPU, the CUDA driver and cuBLAS say.
+OUT_OF_MEMORY = ("allocate memory", "out of memory", "OUT_OF_MEMORY", "OUT_OF_RESOURCES", "ALLOC_FAILED")
 
 log = logging.getLogger(__name__)
 
@@ -68,12 +70,14 @@ class Service:
                 self._queue.put(None)
 
     def run(self) -> None:
-        """Answer requests until Shutdown."""
+        """Answer requests until Shutdown. Raises only where a GPU will answer no more (`LoadedModel.recover`)."""
         while (job := self._queue.get()) is not None:
             outcome = self._outcome(job)
             self._emit(outcome)
-            if self._host and isinstance(job.request, wire.Load) and isinstance(outcome, wire.Failed):
-                self._emit(wire.Ready(self._host.info, seconds=0.0))
+            if self._host and isinstance(outcome, wire.Failed):
+                self._host.model.recover()
+                if isinstance(job.request, wire.Load):
+                    self._emit(wire.Ready(self._host.info, seconds=0.0))
             with self._lock:
                 self._open.remove(job)
 
@@ -108,7 +112,7 @@ class Service:
         self._host = plan.load(progress)
         seconds = time.perf_counter() - started
         log.info("loaded %s in %.1f s", self._host.info.name, seconds)
-        return wire.Ready(self._host.info, seconds)
+        return wire.Ready(self._host.info, seconds, self._host.model.note)
 
     def _answer(self, job: _Job, request: wire.Generate) -> wire.Finished:
         if self._host is None:
@@ -117,9 +121,10 @@ class Service:
 
     def _explain(self, fault: BaseException) -> tuple[str, str]:
         """Message and remedy for a failure that no part of ours foresaw."""
-        no_memory = isinstance(fault, MemoryError) or type(fault).__name__ == "OutOfMemoryError"
-        if no_memory or "allocate memory" in str(fault):  # torch's CPU allocator raises a RuntimeError
-            return "out of memory", "use a shorter context (--ctx), fewer bits per weight or a smaller model"
+        if isinstance(fault, MemoryError) or any(words in str(fault) for words in OUT_OF_MEMORY):
+            now = f", now {self._host.info.context}" if self._host else ""
+            remedy = f"use a shorter context (--ctx{now}), fewer bits per weight or a smaller model"
+            return "out of memory", f"close what else fills it; or {remedy}"
         first_line = str(fault).partition("\n")[0][:200]
         return f"the engine failed: {type(fault).__name__}: {first_line}", f"details are in {self._paths.log}"
 

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from exl2chat.kernels import compile_for as compile_for
 from exl2chat.ops import cuda, reference
 from exl2chat.ops.attention import Attend as Attend
 from exl2chat.ops.attention import Heads as Heads

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 TOKENS = 16  # of a tile
+BLOCK, LEAST_BLOCK = 32, 16  # values that are turned together and share a scale
 # Where the values x0 .. x7 of an octet lie among its fields: the even ones first.
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 # Which token's scale lies where among those of a block of a tile.
@@ -86,7 +87,7 @@ class CacheFormat:
 
 def block_size(size: int) -> int:
     """How many values of a head of `size` are turned together and share a scale."""
-    return 16 if size % 32 else 32
+    return LEAST_BLOCK if size % BLOCK else BLOCK
 
 
 def rotate(x: Tensor) -> Tensor:

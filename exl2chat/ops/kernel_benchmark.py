@@ -37,15 +37,27 @@ class KernelRow:
     def ratio(self) -> float:
         return self.ceiling_microseconds / self.microseconds
 
+    def as_object(self) -> dict[str, str | int | float]:
+        """For JSON; `ratio` is the share of the ceiling that was reached."""
+        return {
+            "name": self.name,
+            "rows": self.rows,
+            "microseconds": round(self.microseconds, 2),
+            "ceiling_microseconds": round(self.ceiling_microseconds, 2),
+            "ceiling": self.ceiling,
+            "ratio": round(self.ratio, 3),
+        }
+
 
 def measure_read(device: torch.device) -> float:
-    """Bytes per second of a kernel that only reads."""
-    memory = torch.empty(READ_BYTES // 4, dtype=torch.int32, device=device)
+    """Bytes per second of a kernel that only reads: READ_BYTES, or a quarter of the free memory if that is less."""
+    count = min(READ_BYTES, torch.cuda.mem_get_info(device)[0] // 4) // 16 * 16
+    memory = torch.empty(count // 4, dtype=torch.int32, device=device)
     result = torch.zeros(1, dtype=torch.int32, device=device)
     kernel = load("read.cu", "read_all", device)
     blocks = 8 * torch.cuda.get_device_properties(device).multi_processor_count
-    seconds = time_graph(lambda: kernel.launch((blocks, 1), 256, 0, memory, result, READ_BYTES // 16))
-    return READ_BYTES / seconds
+    seconds = time_graph(lambda: kernel.launch((blocks, 1), 256, 0, memory, result, count // 16))
+    return count / seconds
 
 
 def measure_products(device: torch.device, bandwidth: float) -> list[KernelRow]:

@@ -87,6 +87,12 @@ async def test_messages_typed_while_the_model_loads_are_sent_in_order(start: Sta
     assert LoadProgress("reading", 1, 2, "") in chat.events
 
 
+async def test_what_is_to_be_known_of_a_load_is_a_notice(start) -> None:
+    chat = await start(Script(replies=((Say("a"),),), note="the context is 1024 tokens"))
+    await chat.ready()
+    assert [(notice.text, notice.level) for notice in chat.of(Notice)] == [("the context is 1024 tokens", "warning")]
+
+
 async def test_messages_typed_while_a_reply_streams_wait_their_turn(start: Start) -> None:
     chat = await (await start(HELD)).ready()
     await chat.controller.submit("first")

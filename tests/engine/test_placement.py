@@ -1,5 +1,7 @@
 """Choices made before loading."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,12 +52,59 @@ def test_the_estimate_covers_what_is_then_used(name: str, dtype: torch.dtype) ->
     assert cache_bytes(model.config, 1000, CPU, dtype) == model.new_cache(1000).nbytes
 
 
-def test_a_model_that_does_not_fit_is_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+MIB = 1 << 20
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[..., placement.Budget]:
+    """The budget of the smallest golden checkpoint where `beside` bytes are free beside weights and workspace."""
     small = checkpoint("llama-3.0bpw-exl2")
-    placement.check_memory(small, CPU, torch.float16, 2048)
-    monkeypatch.setattr(placement, "free_bytes", lambda _: 4 << 20)
-    with pytest.raises(ModelError, match=r"0\.0 GiB of weights and 0\.0 GiB of cache for 2048 tokens do not fit"):
-        placement.check_memory(small, CPU, torch.float16, 2048)
+    model = placement.candidate(small, CPU, torch.float16)
+    fixed = model.weights + placement.workspace_bytes(small.config, CPU)
+
+    def make(beside: int, asked: int | None = None, reusable: int = 0) -> placement.Budget:
+        monkeypatch.setattr(placement, "free_bytes", lambda _: fixed + beside)
+        return placement.plan_memory(model, CPU, torch.float16, asked, reusable)
+
+    return make
+
+
+def test_the_default_context_is_what_the_model_was_made_for_if_that_fits(plan: Callable[..., placement.Budget]) -> None:
+    budget = plan(4 * MIB)
+    assert (budget.context, budget.cache, budget.note, budget.fits) == (2048, 4 * MIB, "", True)
+    assert str(budget) == "15 of 15 MiB (4 weights, 4 cache, 7 workspace)"
+    large = replace(budget, weights=5 << 30, cache=1 << 30, free=1 << 40)
+    assert str(large) == "6.0 of 1,024.0 GiB (5.0 weights, 1.0 cache, 0.0 workspace)"
+
+
+def test_a_context_nobody_asked_for_shrinks_to_whole_pages_that_fit_and_says_so(
+    plan: Callable[..., placement.Budget],
+) -> None:
+    budget = plan(3 * MIB + 1000)
+    assert (budget.context, budget.cache, budget.fits) == (1536, 3 * MIB, True)
+    assert "1536 tokens: with 2048" in budget.note
+    assert plan(3 * MIB, reusable=1 * MIB).context == 2048
+
+
+def test_what_does_not_fit_is_refused_with_the_sum_and_with_what_would(plan: Callable[..., placement.Budget]) -> None:
+    parts = r"0\.0 GiB of weights, 0\.0 GiB of cache for 2048 tokens and 0\.0 GiB of workspace do not fit 0\.0 GiB"
+    with pytest.raises(ModelError, match=parts) as caught:
+        plan(3 * MIB, asked=2048)
+    assert "--ctx 1536 would fit" in caught.value.remedy
+    with pytest.raises(ModelError, match=parts) as caught:
+        plan(-1)
+    assert "--ctx" not in caught.value.remedy
+    with pytest.raises(ModelError):  # a page or two would fit, but nobody can chat in them
+        plan(1 * MIB)
+    assert plan(1 * MIB, asked=512).context == 512
+
+
+def test_a_system_that_does_not_tell_its_free_memory_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "free_bytes", lambda _: None)
+    model = placement.candidate(checkpoint("llama-3.0bpw-exl2"), CPU, torch.float16)
+    budget = placement.plan_memory(model, CPU, torch.float16, None)
+    assert (budget.fits, budget.context) == (True, 2048)
+    assert str(budget) == "15 MiB (4 weights, 4 cache, 7 workspace)"
 
 
 def test_free_memory_is_read_where_the_system_tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,13 +5,17 @@ import threading
 import weakref
 from pathlib import Path
 
+import msgspec
 import pytest
+import torch
 
 from exl2chat.engine import placement
+from exl2chat.engine.loader import LoadedModel
 from exl2chat.engine.transformer import Transformer
 from exl2chat.link import host
 from exl2chat.link import protocol as wire
 from exl2chat.link.service import Service
+from exl2chat.model.checkpoint import open_checkpoint
 from exl2chat.model.tokenizer import open_tokenizer
 from exl2chat.paths import Paths
 from exl2chat.settings import Sampling
@@ -22,7 +26,7 @@ LOAD = wire.Load(MODEL, dtype="float32", context=512)
 LAST = (wire.Ready, wire.Failed, wire.Finished)
 
 
-ROOM = 10 << 20
+ROOM = 16 << 20
 
 
 def ask(id="a", text="hello there", **fields):
@@ -245,6 +249,70 @@ def test_no_defect_of_a_library_ends_the_service(tmp_path, monkeypatch, fault, s
     assert "\n" not in failed.message
     assert failed.remedy
     assert refused.id == "a"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."),
+        MemoryError("kernel gemv: CUDA_ERROR_OUT_OF_MEMORY"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA driver error: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"),
+    ],
+    ids=lambda fault: str(fault)[:20],
+)
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_reply_without_memory_says_what_to_change_and_the_next_one_works(tmp_path, monkeypatch, fault, at):
+    whole = serve(tmp_path, LOAD, ask())
+    forward, calls = Transformer.forward, []
+
+    def failing(model, *args, **options):
+        calls.append(args)
+        if len(calls) == at + 1:
+            raise fault
+        return forward(model, *args, **options)
+
+    monkeypatch.setattr(Transformer, "forward", failing)
+    events = serve(tmp_path, LOAD, ask(), ask("b"))
+    assert (last(events).message, last(events).status) == ("out of memory", 1)
+    assert "--ctx, now 512" in last(events).remedy
+    assert text_of(events, "b") == text_of(whole) != ""
+
+
+def test_a_gpu_that_answers_no_more_ends_the_process_once_the_reply_is_told(tmp_path, monkeypatch):
+    """A CUDA error leaves a context of no use: whoever supervises the process starts another."""
+
+    def broken(*_args, **_options):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    events = []
+    service = Service(Paths.default(tmp_path), events.append)
+    monkeypatch.setattr(Transformer, "forward", broken)
+    monkeypatch.setattr(LoadedModel, "recover", broken)
+    service.submit(LOAD)
+    service.submit(ask())
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        service.run()
+    assert "illegal memory access" in last(events).message
+
+
+def test_a_context_that_had_to_shrink_is_told(tmp_path, monkeypatch):
+    ready = serve(tmp_path, msgspec.structs.replace(LOAD, context=None))[-1]
+    assert (ready.note, ready.model.context) == ("", 2048)
+    beside = ready.model.cache_bytes // 2
+    checkpoint = open_checkpoint(Path(MODEL))
+    cpu = torch.device("cpu")
+    weights = placement.candidate(checkpoint, cpu, torch.float32).weights
+    fixed = weights + placement.workspace_bytes(checkpoint.config, cpu)
+    monkeypatch.setattr(placement, "free_bytes", lambda _: fixed + beside)
+    ready = serve(tmp_path, msgspec.structs.replace(LOAD, context=None))[-1]
+    assert ready.model.context == 1024
+    assert "1024 tokens" in ready.note
+
+
+def test_a_load_tells_the_memory_that_it_takes(tmp_path):
+    stages = {event.stage for event in serve(tmp_path, LOAD) if isinstance(event, wire.Loading)}
+    assert any("MiB (" in stage and "weights" in stage and "cache" in stage for stage in stages)
 
 
 def test_progress_is_throttled_within_a_stage(tmp_path, monkeypatch):
