@@ -6,25 +6,27 @@
 //     cap(s) = c * tanh(s / c) with a soft cap c > 0, else s
 //
 // layout    qkv      [parts, T, H + 2 G, D] float16 or float32, parts to be added; turning: see rope.cuh
-//           cache    CACHE_BITS = 16: [2, G, S, D] float16, keys before values, the pages of a sequence after one another;
-//                    CACHE_BITS = 4, 6, 8: [2, G, S / 16] tiles (cache.cuh), read as they are
+//           cache    CACHE_BITS = 16: [2, G, S, D] float16, keys before values, the pages of a sequence after one
+//                    another; 4, 6, 8: [2, G, S / 16] tiles (cache.cuh), read as they are. `stride`: bytes from group
+//                    to group
 //           position [1] int32, how many tokens came before
 //           out      [T, H * D] float16, or fragments by places [H * D] int32 (rows.cuh) where these are not 0
 //           partial  [Z * G, splits, QUERIES, D] float32, stats [Z * G, splits, QUERIES] float2 (maximum, sum): work
 //                    space
 //           arrived  [Z * G] int32, zero before the first call; zero again after every call
-// launch    grid (splits, Z * G), Z = ceil(T * H / G / QUERIES), QUERIES = 8 QTILES; WARPS * 32 threads, WARPS a power
-//           of two up to 16. Block (s, z * G + g) has QUERIES queries (t, h) of group g, and of the pages of 256 tokens
-//           every splits-th; of a page warp w has every WARPS-th 16 tokens, of which RING / 2 are on their way. The last
-//           block of a row of the grid to arrive adds the parts. One grid serves all lengths. Shared bytes:
-//           QUERIES * PITCH * 2 + the larger of WARPS * RING * HALF and WARPS * QUERIES * (D + 4) * 4 + fresh_bytes
-//           (cached.cuh)
-// limits    D = HEAD_DIM, a multiple of 16 up to 256; rows aligned to 16 bytes; splits <= 128; T <= 16; RING >= 2
+// launch    grid (splits, Z * G), Z = ceil(T * H / G / QUERIES), QUERIES = 8 QTILES; WARPS * 32 threads. Block
+//           (s, z * G + g) has QUERIES queries (t, h) of group g, and of the pages of 256 tokens every splits-th; of a
+//           page warp w has every WARPS-th TILE = 16 TILES tokens. The last block of a row of the grid to arrive adds
+//           the parts. One grid serves all lengths. Shared bytes (cached.cuh): QUERIES * PITCH * 2 + fresh_bytes and
+//           WARPS times the larger of RING * TILES * HALF and QUERIES * (D + 4) * 4
+// limits    D = HEAD_DIM, a multiple of 16 up to 256; rows aligned to 16 bytes; splits <= 128; T <= 16; RING >= 2;
+//           WARPS a power of two, WARPS * TILES <= 16. Calls whose results are to be the same agree in WARPS, TILES
+//           and splits
 // numerics  float16 products, float32 sums, softmax in float32, its weights rounded to float16 for their product with
 //           v; warps, then parts, added in fixed order: bit-equal at every call. A token's place among blocks and warps
 //           depends on its position alone, and tokens that a query may not look at change nothing: a query's result
 //           does not depend on how many are asked at once
-// measured  NVIDIA H200, 2026-11-21, 32 / 8 heads of 128, float32 qkv in 4 parts: see benchmarks/NOTES.md
+// measured  benchmarks/NOTES.md: of the version before this one; see there what is left to be measured
 // reference attends of exl2chat/ops/reference.py; tests/gpu/test_attention.py
 // source    FlashAttention-2 (arXiv 2307.08691) and flash-decoding (Dao et al. 2023)
 
@@ -82,7 +84,8 @@ __device__ __forceinline__ void turn_heads(const Problem& p, const Part& part, i
                 keep_query(heads[i].x, queries + (first + i * WARPS) * Cache::PITCH);
             } else {
                 u8* head = p.cache + (kind * p.groups + group_of(p)) * p.stride;
-                Cache::keep(heads[i].x, fresh, first_query(p) ? 0 : head, kind, places[i].row, p.rows, part.position, place);
+                Cache::keep(heads[i].x, fresh, first_query(p) ? 0 : head, kind, places[i].row, p.rows, part.position,
+                            place);
             }
         }
     }
@@ -118,7 +121,8 @@ struct Ring {
 };
 
 // New tokens among those that were fetched.
-__device__ __forceinline__ void patch(const Problem& p, const Part& part, u8* stage, const u8* fresh, int kind, int token) {
+__device__ __forceinline__ void patch(const Problem& p, const Part& part, u8* stage, const u8* fresh, int kind,
+                                      int token) {
 #pragma unroll 1
     for (int n = 0; n < TILES; n++, token += 16, stage += Cache::HALF)
         if (token + 16 > part.position && token < part.end)
@@ -195,7 +199,8 @@ __device__ __forceinline__ void attend(const Problem& p) {
 
 // Registers for as many threads: half of a multiprocessor's for one tile of queries, where the next kernel can begin
 // beside this one; more where sums would not fit.
-constexpr int BOUND = HEAD_DIM * QTILES <= 128 ? 512 : HEAD_DIM * QTILES <= (CACHE_BITS == 16 ? 384 : 256) ? 384 : WARPS * 32;
+constexpr int MANY = HEAD_DIM * QTILES, FITTING = CACHE_BITS == 16 ? 384 : 256;
+constexpr int BOUND = MANY <= 128 ? 512 : MANY <= FITTING ? 384 : WARPS * 32;
 
 #define ATTENTION(name, T)                                                                                            \
     extern "C" __global__ void __launch_bounds__(BOUND)                                                              \

@@ -17,7 +17,8 @@ __device__ __forceinline__ float soften(float s, float cap) {
 
 // The scores of 16 tokens and 8 queries in fragments: scaled, capped, and NOTHING where a query must not look; own: the
 // tokens that are the lane's two queries. Tokens that all may look at need no comparing.
-__device__ __forceinline__ void mask(float (&s)[4], const Problem& p, const Part& part, int token, const int (&own)[2]) {
+__device__ __forceinline__ void mask(float (&s)[4], const Problem& p, const Part& part, int token,
+                                     const int (&own)[2]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) s[i] *= p.scale;
     if (p.cap > 0)

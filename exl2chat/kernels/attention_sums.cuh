@@ -3,7 +3,8 @@
 #pragma once
 #include "attention_scores.cuh"
 
-// Every warp's sums of `count` queries into shared memory, [WARPS][QUERIES][SUMS], and their (maximum, sum) into `stats`.
+// Every warp's sums of `count` queries into shared memory, [WARPS][QUERIES][SUMS], and their (maximum, sum) into
+// `stats`.
 __device__ __forceinline__ void gather_warps(Running (&running)[QTILES], int count, float* sums, float2* stats) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     __syncthreads();  // everybody's tokens are read: their memory becomes `sums`

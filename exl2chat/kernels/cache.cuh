@@ -190,7 +190,7 @@ __device__ __forceinline__ void copy_token(u8* to, const u8* from, int token) {
     if (octet < T::OCTETS) {
         const int at = T::place(octet >> 2, token, octet & 3);
 #pragma unroll
-        for (int i = 0; i < T::LOW / 4; i++) ((u32*)to)[at * (T::LOW / 4) + i] = ((const u32*)from)[at * (T::LOW / 4) + i];
+        for (int i = at * (T::LOW / 4); i < (at + 1) * (T::LOW / 4); i++) ((u32*)to)[i] = ((const u32*)from)[i];
         if (BITS == 6) ((u16*)(to + T::HIGHS))[at] = ((const u16*)(from + T::HIGHS))[at];
     }
     if (octet < T::BLOCKS) {

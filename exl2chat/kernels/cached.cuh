@@ -7,7 +7,8 @@
 //   HALF               bytes of 16 tokens' keys (or values) in shared memory
 //   PADDED             values of a head as the products see them
 //   PITCH              of a query in shared memory, in numbers: 8 queries' rows lie in different banks
-//   fetch              asks for 16 tokens; what lies at or beyond `end` in them is undefined, but finite as a float16 row
+//   fetch              asks for 16 tokens; of float16 those from `end` on become 0, of codes they are undefined
+//   prefetch           brings them into the L2 cache
 //   token              which of the 16 tokens row `row` of a product is
 //   dimension          which value the lane's sums [m][i] are (of queries 2 (lane % 4) + i % 2)
 //   keys, values       32 values (one span) of all tokens as two left operands; of values those beyond `end` are 0
@@ -53,7 +54,8 @@ struct Cached<16, SIZE> {
         for (int i = 0; i < 16 * CHUNKS / 32; i++) {
             const int chunk = i * 32 + lane, row = chunk / CHUNKS, column = chunk % CHUNKS * 16;
             const bool valid = token + row < end;
-            copy16(stage + row * PITCH * 2 + column, head + (valid ? (size_t)(token + row) * SIZE * 2 + column : 0), valid);
+            const size_t from = valid ? (size_t)(token + row) * SIZE * 2 + column : 0;
+            copy16(stage + row * PITCH * 2 + column, head + from, valid);
         }
     }
     static __device__ __forceinline__ void prefetch(const u8* head, int token, int end) {
@@ -76,13 +78,14 @@ struct Cached<16, SIZE> {
     }
     static __device__ __forceinline__ void values(u32 (&a)[2][4], const u8* stage, int span, int) {
         const int lane = threadIdx.x & 31;
-        const __half* at = (const __half*)stage + ((lane >> 4) * 8 + (lane & 7)) * PITCH + (lane >> 3 & 1) * 8 + 32 * span;
+        const int token = (lane >> 4) * 8 + (lane & 7);
+        const __half* at = (const __half*)stage + token * PITCH + (lane >> 3 & 1) * 8 + 32 * span;
         transposed(a[0], at);
         if (2 * span + 1 < SIZE / 16) transposed(a[1], at + 16);
     }
     // Row `row` of the new tokens, of `kind` keys (0) or values (1); and into the cache where `head` is given.
-    static __device__ __forceinline__ void keep(const float (&x)[(SIZE + 31) / 32], u8* fresh, u8* head, int kind, int row,
-                                                int rows, int, int place) {
+    static __device__ __forceinline__ void keep(const float (&x)[(SIZE + 31) / 32], u8* fresh, u8* head, int kind,
+                                                int row, int rows, int, int place) {
         __half* to = (__half*)fresh + (kind * rows + row) * PITCH;
 #pragma unroll
         for (int j = 0; j < (SIZE + 31) / 32; j++) {
@@ -92,7 +95,8 @@ struct Cached<16, SIZE> {
             if (head) ((__half*)head)[(size_t)place * SIZE + i] = to[i];
         }
     }
-    static __device__ __forceinline__ void patch(u8* stage, const u8* fresh, int kind, int token, int position, int rows) {
+    static __device__ __forceinline__ void patch(u8* stage, const u8* fresh, int kind, int token, int position,
+                                                 int rows) {
         const int first = max(token, position), count = min(token + 16, position + rows) - first;
         const __half* from = (const __half*)fresh + (kind * rows + first - position) * PITCH;
         __half* to = (__half*)stage + (first - token) * PITCH;
@@ -172,7 +176,8 @@ struct Cached {
         __syncwarp();
         copy_token<BITS, SIZE>(head + (size_t)(place / 16) * T::BYTES, tile, place % 16);
     }
-    static __device__ __forceinline__ void patch(u8* stage, const u8* fresh, int kind, int token, int position, int rows) {
+    static __device__ __forceinline__ void patch(u8* stage, const u8* fresh, int kind, int token, int position,
+                                                 int rows) {
         const u8* tile = fresh + (2 * kind + token / 16 - position / 16) * T::BYTES;
 #pragma unroll 1
         for (int i = max(token, position); i < min(token + 16, position + rows); i++)

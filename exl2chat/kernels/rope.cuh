@@ -18,8 +18,8 @@ struct Head {
     bool turns;
 };
 
-// One warp loads from[part * stride + i], i < SIZE, of up to four parts, and adds them. There is no branch in it, so that
-// the loads of several heads are on their way at once.
+// One warp loads from[part * stride + i], i < SIZE, of up to four parts, and adds them. There is no branch in it, so
+// that the loads of several heads are on their way at once.
 template <int SIZE, typename T>
 __device__ __forceinline__ void load_values(Head<SIZE>& h, const T* from, int parts, size_t stride) {
     constexpr int EACH = Head<SIZE>::EACH;

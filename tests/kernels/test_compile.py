@@ -59,7 +59,8 @@ def compile_for(architecture: str, job: Job) -> str:
     name, defines = job
     include = next(Path(str(f.locate())).parent for f in files("nvidia-cuda-runtime") or () if f.name == "cuda_fp16.h")
     _, program = nvrtc.nvrtcCreateProgram(source(name).encode(), name.encode(), 0, [], [])
-    flags = [flag.encode() for flag in (*options(defines), FAST, f"-arch={architecture}", f"-I{include}")]
+    fast = () if defines.get("WGMMA") else (FAST,)  # without optimising, the assembler warns of wgmma in loops
+    flags = [flag.encode() for flag in (*options(defines), *fast, f"-arch={architecture}", f"-I{include}")]
     status = nvrtc.nvrtcCompileProgram(program, len(flags), flags)[0]
     log = bytearray(nvrtc.nvrtcGetProgramLogSize(program)[1])
     as_bytes = bytes(log)
