@@ -41,7 +41,7 @@ def test_fewer_bits_are_a_larger_error(model: Transformer) -> None:
     truth = logits(model, "fp16", [290])
     errors = [(logits(model, cache, [290]) - truth).norm() / truth.norm() for cache in QUANTIZED]
     assert 0 < errors[0] < 0.02
-    assert errors[0] < errors[1] < errors[2] < 0.2
+    assert errors[0] < errors[1] < errors[2] < 0.5
 
 
 @pytest.mark.parametrize("cache", QUANTIZED)
