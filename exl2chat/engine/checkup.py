@@ -11,6 +11,7 @@ from exl2chat.engine.device_steps import RESULTS, sampling_row
 from exl2chat.engine.sampler import Sampler
 from exl2chat.engine.shapes import SHAPES
 from exl2chat.ops import Heads, cuda, reference
+from exl2chat.ops.attention import PLAIN_BITS
 from exl2chat.ops.packed import Plain, pack_norm
 from exl2chat.ops.sample import TokenSampler
 from exl2chat.ops.tiled import FEW_ROWS, Tiled, join
@@ -97,17 +98,19 @@ def rows(device: torch.device) -> float:
 
 
 def attention(device: torch.device) -> float:
-    """A prompt, then steps of one and of several tokens: over all tokens, in a window, and with a soft cap."""
-    return max(_attention_error(device, window, cap) for window, cap in ((None, None), (64, None), (None, 20.0)))
+    """A prompt, then steps of one and of several tokens: over all tokens, in a window, with a soft cap, and over a
+    quantised cache."""
+    cases = ((None, None, PLAIN_BITS), (64, None, PLAIN_BITS), (None, 20.0, PLAIN_BITS), (None, None, 6))
+    return max(_attention_error(device, window, cap, bits) for window, cap, bits in cases)
 
 
-def _attention_error(device: torch.device, window: int | None, cap: float | None) -> float:
-    """Over a cache in float16, and for the reference one in float32."""
+def _attention_error(device: torch.device, window: int | None, cap: float | None, bits: int) -> float:
+    """Over a cache of `bits`, and for the reference one that holds the same or float32."""
     config = SHAPES["tiny"].config()
     heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale, cap)
     windows = (window,) * config.num_layers
     ops = cuda.CudaOps(device)
-    ours, truth = (KVCache(config, 512, device, dtype) for dtype in (torch.float16, torch.float32))
+    ours, truth = (KVCache(config, 512, device, dtype, bits) for dtype in (torch.float16, torch.float32))
     worst = 0.0
     for count in (300, 1, 5):
         qkv = torch.randn(count, (heads.queries + 2 * heads.groups) * heads.size, device=device).half()

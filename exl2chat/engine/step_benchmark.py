@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from exl2chat.engine.cache import KVCache
 from exl2chat.engine.reply_benchmark import REPLY, measure_reply
 from exl2chat.engine.transformer import Transformer, prefill_chunk
+from exl2chat.ops.attention import PLAIN_BITS
 from exl2chat.ops.kernel_benchmark import KernelRow
 from exl2chat.progress import Progress
 
@@ -40,6 +41,7 @@ class Workload:
 
 
 WORKLOAD = Workload(contexts=(128, 4096, 32768), rows=(1, 5), prompts=(2048, 8192))
+CACHE_WORKLOAD = Workload(contexts=(4096, 32768), rows=(1, 5), prompts=())
 SHORT_WORKLOAD = Workload(contexts=(128,), rows=(1,), prompts=())
 
 
@@ -50,7 +52,10 @@ def measure_steps(model: Transformer, bandwidth: float, work: Workload, progress
     looks at; that of a prompt is torch.mm of its tokens with float16 copies of the matrices, and torch's attention.
     """
     cache = model.new_cache(work.room)
-    cache.storage.normal_()
+    if cache.bits == PLAIN_BITS:
+        cache.storage.normal_()
+    else:
+        cache.storage.random_(0, 60)  # any codes, and scales below 1
     return [*_prompts(model, cache, work, progress), *_steps(model, cache, bandwidth, work, progress)]
 
 
