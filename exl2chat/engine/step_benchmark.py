@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
@@ -23,21 +23,24 @@ PRODUCTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is timed: steps of each of `rows` tokens at each of `contexts`, and prompts of so many tokens."""
+    """What is timed: steps of each of `rows` tokens at each of `contexts`, where 1 row is a reply of `reply` tokens, and
+    prompts of so many tokens."""
 
     contexts: tuple[int, ...]
     rows: tuple[int, ...]
     prompts: tuple[int, ...]
+    reply: int = REPLY
 
     @property
     def room(self) -> int:
         """Tokens that the cache must hold."""
-        return max((*(context + max(REPLY, *self.rows) for context in self.contexts), *self.prompts))
+        return max((*(context + max(self.reply, *self.rows) for context in self.contexts), *self.prompts))
 
     def within(self, room: int) -> "Workload":
         """As much of it as a cache for `room` tokens allows, and one prompt in any case."""
-        contexts = tuple(context for context in self.contexts if context + max(REPLY, *self.rows) <= room)
-        return Workload(contexts, self.rows, tuple(prompt for prompt in self.prompts if prompt <= room) or (room,))
+        contexts = tuple(context for context in self.contexts if context + max(self.reply, *self.rows) <= room)
+        prompts = tuple(prompt for prompt in self.prompts if prompt <= room) or (room,)
+        return replace(self, contexts=contexts, prompts=prompts)
 
 
 WORKLOAD = Workload(contexts=(128, 4096, 32768), rows=(1, 5), prompts=(2048, 8192))
