@@ -133,4 +133,6 @@ class Transformer:
             y = ops.add_norm(x, mixed, layer.attention_post_norm, layer.mlp_norm, layer.gate_up)
             inner = ops.gate(layer.gate_up(y), config.arch.activation, layer.down)
             y = ops.add_norm(x, layer.down(inner), layer.mlp_post_norm, norm, following)
-        return ops.logits(weights.head(y[-1:] if last_only else y), config.logit_softcap)
+        if last_only and tokens.shape[0] > 1:  # y itself may lie in a form of the head's own, for so many rows
+            y = ops.norm(x[-1:], weights.final_norm, weights.head)
+        return ops.logits(weights.head(y), config.logit_softcap)
