@@ -187,6 +187,14 @@ async def seed(controller: "Controller", argument: str) -> None:
         await set_value(controller, f"seed {argument}")
 
 
+async def lora(controller: "Controller", argument: str) -> None:
+    """Show the LoRAs, choose those of the replies from now on, or go without."""
+    if argument == "off":
+        await _change(controller, "lora", None)
+    else:
+        await set_value(controller, f"lora {argument}")
+
+
 async def stats(controller: "Controller", _: str) -> None:
     controller.emit(ShowPage("Statistics", pages.stats_page(controller.path)))
 

@@ -86,6 +86,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("system", "[text|off]", "show or change the system prompt", actions.system),
     Command("set", "[name [value|default]]", "show or change a setting", actions.set_value, completes="setting"),
     Command("seed", "[n|random]", "make replies repeatable, or not", actions.seed),
+    Command("lora", "[folder[:scale],...|off]", "show or change the LoRAs that replies use", actions.lora),
     Command("stats", "", "counts and speeds of every reply", actions.stats),
     Command("theme", "[name]", "choose the colours", actions.theme, completes="theme"),
     Command("quit", "", "leave; everything is saved, queued messages too", actions.leave, aliases=("exit", "q")),

@@ -7,6 +7,7 @@ from pathlib import Path
 from exl2chat.engine.cache import BITS
 from exl2chat.engine.generators.streaming import StreamingGenerator
 from exl2chat.engine.loader import LoadedModel, plan_load
+from exl2chat.engine.lora import Adapter, Scaled, load_adapter
 from exl2chat.errors import UsageError
 from exl2chat.link import protocol as wire
 from exl2chat.paths import Paths
@@ -32,6 +33,7 @@ class Host:
             cache=next(name for name, bits in BITS.items() if bits == model.cache.bits),
         )
         self.model = model
+        self._adapters: dict[str, Adapter] = {}
         self._generator = StreamingGenerator(model.transformer, model.cache, model.tokenizer)
 
     def answer(
@@ -39,7 +41,8 @@ class Host:
     ) -> wire.Finished:
         """Generate the reply, emitting Prefill and Chunk events.
 
-        ContextError when the prompt does not fit, UsageError when there is no turn to answer.
+        ContextError when the prompt does not fit, UsageError when there is no turn to answer, ModelError when a LoRA
+        cannot be applied.
         """
         if not request.turns:
             raise UsageError("there is no message to answer", "send one first")
@@ -52,6 +55,7 @@ class Host:
             max_new_tokens=request.max_tokens,
             abort=abort,
             continuing=request.turns[-1].role == "assistant",
+            adapters=[Scaled(self._adapter(lora.path), lora.scale) for lora in request.loras],
             on_prefill=lambda done, total, cached: emit(wire.Prefill(request.id, done, total, cached)),
         )
         emit(wire.Prefill(request.id, start.prompt_tokens, start.prompt_tokens, start.cached_tokens))
@@ -72,6 +76,11 @@ class Host:
             seed=start.seed,
         )
         return wire.Finished(request.id, result.stop_reason, stats)
+
+    def _adapter(self, path: str) -> Adapter:
+        if path not in self._adapters:
+            self._adapters[path] = load_adapter(Path(path), self.model.transformer)
+        return self._adapters[path]
 
 
 class HostPlan:

@@ -26,6 +26,13 @@ class Turn(msgspec.Struct, frozen=True):
     text: str
 
 
+class LoraUse(msgspec.Struct, frozen=True):
+    """A LoRA in the folder `path`, and how much of it: 1 as it was trained."""
+
+    path: str
+    scale: float = 1.0
+
+
 # Requests
 
 
@@ -43,13 +50,17 @@ class Load(Record, frozen=True):
 
 
 class Generate(Record, frozen=True):
-    """Answer `turns`. If the last turn is the assistant's, its text is continued, not answered."""
+    """Answer `turns`. If the last turn is the assistant's, its text is continued, not answered.
+
+    `loras` change the model for this reply. Each is read when it is first used and kept until the next Load.
+    """
 
     id: str
     turns: tuple[Turn, ...]
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    loras: tuple[LoraUse, ...] = ()
 
 
 class Stop(Record, frozen=True):
