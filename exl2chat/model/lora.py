@@ -7,10 +7,10 @@ sqrt(rank) with use_rslora. Format: https://github.com/huggingface/peft, `LoraCo
 import math
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from exl2chat.errors import ModelError
 from exl2chat.model.checkpoint import PREFIXES
@@ -30,13 +30,14 @@ REFUSED = (
 # How A and B began. Others, such as PiSSA, also change the model's own weights, so that they fit no plain model.
 INNOCENT_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-_IN_LAYER = re.compile(rf"(?:{'|'.join(map(re.escape, PREFIXES))})layers\.(\d{{1,5}})\.(\w+\.\w+)")
+_IN_LAYER = re.compile(rf"(?:{'|'.join(map(re.escape, PREFIXES))})layers\.(0|[1-9]\d{{0,4}})\.(\w+\.\w+)")
 _HEADS = ("lm_head", "language_model.lm_head")
 _PATTERN = re.compile(r"\^?[\w.\-]+\$?")
 _NO_FOLDER = "give the folder of a LoRA as PEFT saves it, with adapter_config.json and adapter_model.safetensors"
 _MERGE = "merge it into its model with PEFT, and load that"
 _OTHER_MODEL = "use the LoRA with the model that it was made for"
 
+Number = TypeVar("Number", int, float)
 Place = Literal["qkv", "o", "gate_up", "down", "head"]
 
 
@@ -75,11 +76,11 @@ class _Config:
     rank: int
     alpha: float
     rank_stabilized: bool
-    ranks: Mapping[str, float]
+    ranks: Mapping[str, int]
     alphas: Mapping[str, float]
 
     def rank_of(self, module: str) -> int:
-        return int(_look_up(self.ranks, module, self.rank))
+        return _look_up(self.ranks, module, self.rank)
 
     def scale_of(self, module: str) -> float:
         rank = self.rank_of(module)
@@ -114,7 +115,8 @@ def _read_config(fields: Fields) -> _Config:
             shown = reprlib.repr(fields.values[name])
             raise ModelError(f"{fields.where}: {name} is {shown}, which is not supported", _MERGE)
     if fields.text("bias", "none") != "none":
-        raise ModelError(f"{fields.where}: bias is {fields.values['bias']!r}; only 'none' is supported", _MERGE)
+        shown = reprlib.repr(fields.values["bias"])
+        raise ModelError(f"{fields.where}: bias is {shown}; only 'none' is supported", _MERGE)
     start = fields.values.get("init_lora_weights")
     if start not in INNOCENT_STARTS:
         shown = reprlib.repr(start)
@@ -122,16 +124,17 @@ def _read_config(fields: Fields) -> _Config:
             f"{fields.where}: init_lora_weights is {shown}: such a LoRA also changes the weights it is for",
             "convert it to a plain one with PEFT (path_initial_model_for_weight_conversion)",
         )
+    ranks, alphas = fields.table("rank_pattern"), fields.table("alpha_pattern")
     return _Config(
         fields.integer("r", 1, MAX_RANK, 8),
         fields.number("lora_alpha", -MAX_ALPHA, MAX_ALPHA, 8),
         fields.flag("use_rslora", False),
-        _read_patterns(fields.table("rank_pattern"), 1, MAX_RANK),
-        _read_patterns(fields.table("alpha_pattern"), -MAX_ALPHA, MAX_ALPHA),
+        _read_patterns(ranks, lambda key: ranks.integer(key, 1, MAX_RANK)),
+        _read_patterns(alphas, lambda key: alphas.number(key, -MAX_ALPHA, MAX_ALPHA)),
     )
 
 
-def _read_patterns(table: Fields, low: float, high: float) -> Mapping[str, float]:
+def _read_patterns(table: Fields, read: Callable[[str], Number]) -> Mapping[str, Number]:
     """Numbers by module name. PEFT takes any regular expression; those of strangers can run for hours, so only names
     are taken, of which `^` and `$` may say where they begin and end."""
     patterns = {}
@@ -139,11 +142,11 @@ def _read_patterns(table: Fields, low: float, high: float) -> Mapping[str, float
         name = key.replace("\\.", ".")
         if not _PATTERN.fullmatch(name):
             raise ModelError(f"{table.where}: {reprlib.repr(key)} is not the name of a module", _MERGE)
-        patterns[name.removesuffix("$")] = table.number(key, low, high)
+        patterns[name.removesuffix("$")] = read(key)
     return patterns
 
 
-def _look_up(patterns: Mapping[str, float], module: str, default: float) -> float:
+def _look_up(patterns: Mapping[str, Number], module: str, default: Number) -> Number:
     """The number of the first pattern that is `module` or, unless it begins with ^, the end of its dotted name."""
     for pattern, value in patterns.items():
         if pattern in (module, f"^{module}") or module.endswith("." + pattern):
@@ -209,7 +212,7 @@ def _find_slot(
     match = _IN_LAYER.fullmatch(module)
     if match is None or match[2] not in slots:
         known = ", ".join(name.partition(".")[2] for name in slots)
-        raise ModelError(f"{info}: {module} cannot be changed, only {known} and lm_head", _MERGE)
+        raise ModelError(f"{info} changes what cannot be changed; only {known} and lm_head can", _MERGE)
     if (layer := int(match[1])) >= config.num_layers:
         raise ModelError(f"{info}: the model has only {config.num_layers} layers", _OTHER_MODEL)
     return layer, slots[match[2]]

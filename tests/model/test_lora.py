@@ -1,6 +1,8 @@
 """LoRA folders: what is read from them, and one clear line for each that is damaged or beyond what we apply."""
 
 import json
+import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +16,10 @@ from exl2chat.errors import ModelError
 from exl2chat.model.config import ModelConfig, read_config
 from exl2chat.model.folder import open_folder
 from exl2chat.model.lora import REFUSED, open_lora
+from exl2chat.model.tensors import read_array
 from tests.model.lora_files import RANK, make_lora
 from tests.model.model_files import GOLDEN, PLAIN, edit_json, read_header, write_raw
+from tests.model.test_model_fuzz import VALUES, check_refusal
 
 CONFIG = read_config(open_folder(GOLDEN / PLAIN))
 HIDDEN, INNER = CONFIG.hidden_size, CONFIG.intermediate_size
@@ -85,6 +89,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "patterns of no kind": ({"alpha_pattern": [1]}, "alpha_pattern is .*not a table"),
     "an expression": ({"alpha_pattern": {"(a+)+b": 1}}, r"alpha_pattern: '\(a\+\)\+b' is not the name of a module"),
     "alpha of a pattern": ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern: q_proj is missing"),
+    "half a rank": ({"rank_pattern": {"q_proj": 2.5}}, "rank_pattern: q_proj is 2.5"),
     "rank of a pattern": ({"rank_pattern": {"q_proj": 0}}, "rank_pattern: q_proj is 0"),
     "another rank": ({"r": 7}, r"has shape \[3, "),
     "another rank of a pattern": ({"rank_pattern": {"q_proj": 9}}, r"has shape \[3, "),
@@ -148,9 +153,10 @@ TENSORS: dict[str, tuple[Edit, str]] = {
     ),
     "a magnitude": (rename(A, f"base_model.model.{Q}.lora_magnitude_vector"), "is not of a LoRA of linear layers"),
     "no prefix": (rename(A, f"{Q}.lora_A.weight"), "is not of a LoRA of linear layers"),
-    "an expert": (module("model.layers.0.mlp.experts.3.up_proj"), "cannot be changed, only q_proj, .* and lm_head"),
+    "an expert": (module("model.layers.0.mlp.experts.3.up_proj"), "cannot be changed; only q_proj, .* and lm_head can"),
     "a norm": (module("model.layers.0.input_layernorm"), "cannot be changed"),
     "a layer too many": (module("model.layers.2.self_attn.q_proj"), "the model has only 2 layers"),
+    "a layer written otherwise": (module("model.layers.00.self_attn.q_proj"), "cannot be changed"),
     "another hidden size": (lambda t: t.update({A: t[A][:, 1:]}), rf"lora_A.weight has shape \[3, {HIDDEN - 1}\]"),
     "another width": (lambda t: t.update({B: t[B][1:]}), rf"lora_B.weight has shape \[{QUERIES - 1}, 3\]"),
     "swapped sides": (lambda t: t.update({A: t[B], B: t[A]}), r"has shape"),
@@ -167,6 +173,47 @@ def test_tensors_that_fit_no_projection_are_refused(case: str, tmp_path: Path) -
     with pytest.raises(ModelError, match=rf"adapter_model.safetensors.*{message}") as caught:
         open_lora(tmp_path, CONFIG)
     assert caught.value.remedy
+
+
+FIELDS: dict[str, Any] = {
+    "peft_type": "LORA", "r": RANK, "lora_alpha": 4, "use_rslora": True, "bias": "none", "init_lora_weights": True,
+    "rank_pattern": {}, "alpha_pattern": {Q: 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", [*FIELDS, *REFUSED])
+def test_a_field_of_anything_is_read_or_refused(field: str, tmp_path: Path) -> None:
+    lora(tmp_path, **FIELDS)
+    assert not is_refused(tmp_path)
+    refused = []
+    for value in VALUES:
+        edit_json(tmp_path, {**FIELDS, field: value}, "adapter_config.json")
+        refused.append(is_refused(tmp_path))
+    assert any(refused)
+
+
+def test_flipped_bytes_are_read_within_bounds_or_refused(tmp_path: Path) -> None:
+    file = lora(tmp_path) / "adapter_model.safetensors"
+    good, chance = file.read_bytes(), random.Random(1)
+    header = 8 + int.from_bytes(good[:8], "little")
+    refused = 0
+    for _ in range(150):
+        damaged = bytearray(good)
+        damaged[chance.randrange(2 * header)] = chance.randrange(256)  # half of them in the values
+        file.write_bytes(damaged)
+        refused += is_refused(tmp_path)
+    assert 50 < refused < 100
+
+
+def is_refused(folder: Path) -> bool:
+    """Whether the LoRA is refused, which must be in one line that names the folder."""
+    try:
+        for update in open_lora(folder, CONFIG).updates:
+            read_array(update.a)
+            assert math.isfinite(update.scale)
+        return False
+    except ModelError as fault:
+        return check_refusal(fault, folder)
 
 
 def test_a_lora_for_a_model_of_another_size_is_refused(tmp_path: Path) -> None:
