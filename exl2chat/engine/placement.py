@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from exl2chat.engine.cache import PAGE, cache_bytes
+from exl2chat.engine.cache import BITS, PAGE, cache_bytes
 from exl2chat.engine.transformer import prefill_chunk
 from exl2chat.errors import ModelError, UsageError
 from exl2chat.model.checkpoint import Checkpoint
@@ -140,10 +140,11 @@ def plan_memory(
     if asked is None and fitting >= LEAST_CONTEXT:
         return replace(budget, cache=model.cache_bytes(fitting, device, dtype), context=fitting)
     smaller = "choose fewer bits per weight or a smaller model"
+    more = ", or more with --cache q4" if model.cache_bits > BITS["q4"] else ""
     raise ModelError(
         f"{model.name}: {_gib(budget.weights)} GiB of weights, {_gib(budget.cache)} GiB of cache for {wanted} tokens "
         f"and {_gib(budget.workspace)} GiB of workspace do not fit {_gib(budget.free)} GiB of free memory",
-        f"--ctx {fitting} would fit, or more with --cache q4; or {smaller}" if fitting else smaller,
+        f"--ctx {fitting} would fit{more}; or {smaller}" if fitting else smaller,
     )
 
 

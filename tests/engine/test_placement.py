@@ -99,6 +99,20 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_with_what_would(plan: Cal
     assert plan(1 * MIB, asked=512).context == 512
 
 
+def test_fewer_bits_are_advised_only_where_there_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = checkpoint("llama-3.0bpw-exl2")
+    for bits, advised in ((16, True), (8, True), (4, False)):
+        model = placement.candidate(small, CPU, torch.float16, bits)
+        page = model.cache_bytes(256, CPU, torch.float16)
+        monkeypatch.setattr(
+            placement, "free_bytes", lambda _, m=model, p=page: m.weights + placement.workspace_bytes(m.config, CPU) + p
+        )
+        with pytest.raises(ModelError) as caught:
+            placement.plan_memory(model, CPU, torch.float16, 2048)
+        assert "--ctx 256" in caught.value.remedy
+        assert ("--cache q4" in caught.value.remedy) == advised
+
+
 def test_a_system_that_does_not_tell_its_free_memory_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "free_bytes", lambda _: None)
     model = placement.candidate(checkpoint("llama-3.0bpw-exl2"), CPU, torch.float16)
