@@ -49,7 +49,7 @@ SHORT_WORKLOAD = Workload(contexts=(128,), rows=(1,), prompts=())
 
 
 def measure_steps(model: Transformer, bandwidth: float, work: Workload, progress: Progress) -> list[KernelRow]:
-    """Steps as a generator takes them, the logits of the last token on the host; prompts in chunks.
+    """Replies as a generator streams them; steps of several tokens with the last logits on the host; prompts in chunks.
 
     The ceiling of a step is a read, at `bandwidth` bytes per second, of the packed weights and of the cache that it
     looks at; that of a prompt is torch.mm of its tokens with float16 copies of the matrices, and torch's attention.
