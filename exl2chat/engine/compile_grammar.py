@@ -44,12 +44,14 @@ def compile_json_schema(table: TokenTable, schema: str | Schema | bool) -> Gramm
 
 def compile_regex(table: TokenTable, pattern: str) -> GrammarConstraint:
     """Replies that `pattern` matches from first to last character. Syntax of the Rust crate regex, no look-around."""
+    _check_text("regular expression", pattern)
     lark = f"start: /{regex_to_lark(pattern, use_ascii='')}/"
     return _constraint(table, lark, "regular expression", _regex_reason)
 
 
 def compile_grammar(table: TokenTable, text: str) -> GrammarConstraint:
     """Replies of a grammar in llguidance's dialect of Lark, or in GBNF as llama.cpp has it."""
+    _check_text("grammar", text)
     if not GBNF_RULE.search(text):
         return _constraint(table, text, "grammar", _lark_reason)
     try:
@@ -63,6 +65,7 @@ def compile_choice(table: TokenTable, options: Sequence[str], ignore_case: bool 
     """Replies that are one of `options`."""
     if not options or not all(options):
         raise UsageError("a choice needs options, each of at least one character", "give them")
+    _check_text("choice", *options)
     lark = "start: OPTION\nOPTION: " + " | ".join(lark_string(option) + "i" * ignore_case for option in options)
     return _constraint(table, lark, "choice", _lark_reason)
 
@@ -70,6 +73,15 @@ def compile_choice(table: TokenTable, options: Sequence[str], ignore_case: bool 
 def lark_string(text: str) -> str:
     """`text` as a terminal of a Lark grammar."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def _check_text(kind: str, *texts: str) -> None:
+    """UsageError for a surrogate: the library takes UTF-8, which has none."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as fault:
+            raise UsageError(f"{kind}, character {fault.start + 1}: half a surrogate pair", "take it out") from None
 
 
 def _constraint(table: TokenTable, lark: str, kind: str, reason: Callable[[str], str]) -> GrammarConstraint:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from exl2chat.engine.cache import PAGE, cache_bytes
+from exl2chat.engine.cache import BITS, PAGE, cache_bytes
 from exl2chat.engine.transformer import prefill_chunk
 from exl2chat.errors import ModelError, UsageError
 from exl2chat.model.checkpoint import Checkpoint
@@ -13,6 +13,7 @@ from exl2chat.model.config import ModelConfig
 from exl2chat.model.quant import Linear
 from exl2chat.ops.attention import PLAIN_BITS
 from exl2chat.ops.cache_format import LEAST_BLOCK
+from exl2chat.ops.cuda_prefill import EXPANDED_BYTES
 
 MEMINFO = Path("/proc/meminfo")
 DEFAULT_CONTEXT = 8192
@@ -128,7 +129,7 @@ def plan_memory(
     budget = Budget(
         weights=model.weights,
         cache=model.cache_bytes(wanted, device, dtype),
-        workspace=workspace_bytes(model.config, device),
+        workspace=workspace_bytes(model.config, device) + copy_bytes(model, device, wanted),
         free=None if free is None else free + reusable,
         context=wanted,
         wanted=wanted,
@@ -140,10 +141,11 @@ def plan_memory(
     if asked is None and fitting >= LEAST_CONTEXT:
         return replace(budget, cache=model.cache_bytes(fitting, device, dtype), context=fitting)
     smaller = "choose fewer bits per weight or a smaller model"
+    more = ", or more with --cache q4" if model.cache_bits > BITS["q4"] else ""
     raise ModelError(
         f"{model.name}: {_gib(budget.weights)} GiB of weights, {_gib(budget.cache)} GiB of cache for {wanted} tokens "
         f"and {_gib(budget.workspace)} GiB of workspace do not fit {_gib(budget.free)} GiB of free memory",
-        f"--ctx {fitting} would fit, or more with --cache q4; or {smaller}" if fitting else smaller,
+        f"--ctx {fitting} would fit{more}; or {smaller}" if fitting else smaller,
     )
 
 
@@ -154,6 +156,16 @@ def workspace_bytes(config: ModelConfig, device: torch.device) -> int:
     numbers = 4 * config.hidden_size + 2 * qkv + 3 * config.intermediate_size
     fixed = GPU_RESERVE if device.type == "cuda" else 0
     return 4 * prefill_chunk(device) * numbers + fixed
+
+
+def copy_bytes(model: Candidate, device: torch.device, context: int) -> int:
+    """Bytes of the largest copy of a layer's quantised cache in float16 that a prompt is read with (ops.cuda_prefill).
+
+    In a long context it is made in the middle of a prompt, not in the step at its end that a load tries.
+    """
+    if device.type != "cuda" or model.cache_bits == PLAIN_BITS:
+        return 0
+    return min(EXPANDED_BYTES, 4 * model.config.num_kv_heads * model.config.head_dim * context)
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, stays_packed: bool = False) -> int:

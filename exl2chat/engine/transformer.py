@@ -24,12 +24,17 @@ if TYPE_CHECKING:
 PREFILL_CHUNK = 512
 GPU_PREFILL_CHUNK = 2048
 # Steps of so many tokens take every kernel that steps of any other number do.
-REHEARSED = (1, 2, 5, 8, 16, 24, 33, 64, 128, 512, GPU_PREFILL_CHUNK)
+REHEARSED = (1, 2, 5, 8, 12, 16, 24, 33, 65, 128, 512, GPU_PREFILL_CHUNK)
 
 
 def prefill_chunk(device: torch.device) -> int:
     """How many tokens of a prompt to read at a time. More on a GPU, which decodes every weight once per chunk."""
     return GPU_PREFILL_CHUNK if device.type == "cuda" else PREFILL_CHUNK
+
+
+def rehearsed(capacity: int) -> list[int]:
+    """REHEARSED in a cache for `capacity` tokens, up to the largest step that it has room for."""
+    return sorted({min(count, capacity) for count in REHEARSED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,7 @@ class Transformer:
             cache.reserve(count)
             self.step(torch.zeros(count, dtype=torch.int64, device=self.device), cache, True)
 
-        counts = [count for count in REHEARSED if count <= cache.capacity]
+        counts = rehearsed(cache.capacity)
 
         def rehearse() -> None:
             for count in counts:

@@ -8,6 +8,7 @@
 extern "C" __global__ void __launch_bounds__(256) read_all(const uint4* from, u32* to, int count) {
     const int stride = gridDim.x * blockDim.x;
     u32 seen = 0;
+    await_predecessor();
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i + 7 * stride < count; i += 8 * stride) {
         uint4 v[8];
 #pragma unroll

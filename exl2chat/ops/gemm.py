@@ -85,7 +85,8 @@ def make_gemm(sizes: Sequence[Size], records: Table, gpu: Gpu) -> Gemm | None:
     blocks. None where the shared memory of `gpu` does not even hold the least rows."""
     bits = max(run.bits for size in sizes for run in size.runs)
     words = sizes[0].scale_words
-    fitting = [w for w in WARPS if LEAST_STAGES * slot_bytes(HEIGHTS[0], w, bits, words) <= gpu.shared]
+    room = (gpu.shared - BARRIER_BYTES) // LEAST_STAGES
+    fitting = [warps for warps in WARPS if slot_bytes(HEIGHTS[0], warps, bits, words) <= room]
     if not fitting:
         return None
     warps = fitting[0]

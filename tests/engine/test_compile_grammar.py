@@ -140,3 +140,9 @@ def test_a_grammar_may_name_settings_of_its_own() -> None:
     word = max((text for text in table(KIND).texts if text.isalpha()), key=len).decode()
     constraint = compile_grammar(table(KIND), f'%llguidance {{"no_forcing": false}}\nstart: "{word}"')
     assert len(np.flatnonzero(constraint.mask())) > 1
+
+
+def test_text_that_is_no_unicode_is_refused_at_its_place() -> None:
+    assert refused(compile_regex, "ab\ud800") == "regular expression, character 3: half a surrogate pair"
+    assert refused(compile_grammar, 'start: "\udfff"').startswith("grammar, character 9")
+    assert refused(compile_choice, ["a", "\ud800"]).startswith("choice, character 1")

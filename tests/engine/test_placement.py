@@ -9,6 +9,7 @@ import torch
 
 from exl2chat.engine import placement
 from exl2chat.engine.cache import KVCache, cache_bytes
+from exl2chat.engine.shapes import SHAPES
 from exl2chat.engine.transformer import Transformer
 from exl2chat.errors import ModelError
 from exl2chat.model.checkpoint import Checkpoint, open_checkpoint
@@ -97,6 +98,33 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_with_what_would(plan: Cal
     with pytest.raises(ModelError):  # a page or two would fit, but nobody can chat in them
         plan(1 * MIB)
     assert plan(1 * MIB, asked=512).context == 512
+
+
+def test_the_copy_of_a_quantised_cache_is_part_of_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, config = torch.device("cuda"), SHAPES["llama-8b"].config()
+    monkeypatch.setattr(placement, "free_bytes", lambda _: 1 << 40)
+
+    def workspace(bits: int, context: int) -> int:
+        return placement.plan_memory(placement.Candidate("", config, 0, bits), cuda, torch.float16, context).workspace
+
+    plain = workspace(16, 8192)
+    assert workspace(16, 131072) == plain
+    assert workspace(4, 8192) == plain + 2 * 8 * 128 * 8192 * 2  # keys and values, 8 groups of 128, float16
+    assert workspace(4, 131072) == plain + (256 << 20)
+
+
+def test_fewer_bits_are_advised_only_where_there_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = checkpoint("llama-3.0bpw-exl2")
+    for bits, advised in ((16, True), (8, True), (4, False)):
+        model = placement.candidate(small, CPU, torch.float16, bits)
+        page = model.cache_bytes(256, CPU, torch.float16)
+        monkeypatch.setattr(
+            placement, "free_bytes", lambda _, m=model, p=page: m.weights + placement.workspace_bytes(m.config, CPU) + p
+        )
+        with pytest.raises(ModelError) as caught:
+            placement.plan_memory(model, CPU, torch.float16, 2048)
+        assert "--ctx 256" in caught.value.remedy
+        assert ("--cache q4" in caught.value.remedy) == advised
 
 
 def test_a_system_that_does_not_tell_its_free_memory_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:

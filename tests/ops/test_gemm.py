@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exl2chat.ops.gemm import HEIGHTS, LEAST_STAGES, choose_parts, cut, make_gemm
+from exl2chat.ops.gemm import HEIGHTS, LEAST_STAGES, choose_parts, cut, make_gemm, slot_bytes
 from exl2chat.ops.plan import MATRIX, MAX_MATRICES, MAX_PIECES, Gpu, Size
 from exl2chat.ops.tiles import find_runs
 
@@ -60,3 +60,13 @@ def test_launches_fit_the_gpu(size: Size, gpu: Gpu) -> None:
 @pytest.mark.parametrize(("tiles", "quads", "parts"), [(24, 32, 5), (16, 32, 8), (112, 32, 1), (16, 112, 8)])
 def test_few_column_tiles_are_spread_over_an_h200(tiles: int, quads: int, parts: int) -> None:
     assert choose_parts(tiles, quads, 16, H200.processors) == parts
+
+
+def test_a_gpu_that_holds_no_two_stages_beside_the_barriers_has_narrower_blocks_or_none() -> None:
+    size = Size(find_runs([8] * 8, [tile // 4 for tile in range(8)], True), 64, 8, 32)
+    records = np.zeros(MAX_MATRICES, MATRIX)
+    for warps, narrower in ((8, 4), (4, None)):
+        shared = LEAST_STAGES * slot_bytes(HEIGHTS[0], warps, 8, 32)
+        gemm = make_gemm([size], records, Gpu(100, shared))
+        assert (gemm and gemm.warps) == narrower
+        assert gemm is None or gemm.most_rows > 0
