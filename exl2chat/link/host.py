@@ -4,12 +4,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from exl2chat.engine.generators.streaming import StreamingGenerator
+from exl2chat.engine.compile_grammar import compile_grammar, compile_json_schema, compile_regex
+from exl2chat.engine.generators.streaming import PLAIN, Extras, StreamingGenerator
 from exl2chat.engine.loader import LoadedModel, plan_load
 from exl2chat.errors import UsageError
 from exl2chat.link import protocol as wire
 from exl2chat.paths import Paths
 from exl2chat.progress import Progress
+
+COMPILERS = {"json": compile_json_schema, "regex": compile_regex, "grammar": compile_grammar}
 
 
 class Host:
@@ -37,7 +40,8 @@ class Host:
     ) -> wire.Finished:
         """Generate the reply, emitting Prefill and Chunk events.
 
-        ContextError when the prompt does not fit, UsageError when there is no turn to answer.
+        ContextError when the prompt does not fit, UsageError when there is no turn to answer or the form of the reply
+        cannot be followed.
         """
         if not request.turns:
             raise UsageError("there is no message to answer", "send one first")
@@ -51,6 +55,7 @@ class Host:
             abort=abort,
             continuing=request.turns[-1].role == "assistant",
             on_prefill=lambda done, total, cached: emit(wire.Prefill(request.id, done, total, cached)),
+            extras=self._extras(request),
         )
         emit(wire.Prefill(request.id, start.prompt_tokens, start.prompt_tokens, start.cached_tokens))
         first = None
@@ -70,6 +75,19 @@ class Host:
             seed=start.seed,
         )
         return wire.Finished(request.id, result.stop_reason, stats)
+
+    def _extras(self, request: wire.Generate) -> Extras:
+        """What the reply is asked for besides its text."""
+        form = request.form
+        if form is None:
+            return PLAIN
+        if request.turns[-1].role == "assistant":
+            raise UsageError("a reply that has begun cannot be given a form", "have it written anew")
+        try:
+            return Extras(constraint=COMPILERS[form.kind](self._generator.token_table(), form.text))
+        except UsageError as fault:
+            place = f"{form.source:.200}: " if form.source else ""
+            raise UsageError(place + fault.message, fault.remedy) from None
 
 
 class HostPlan:

@@ -13,6 +13,7 @@ from exl2chat.engine.decoders import Decoder, Decoders
 from exl2chat.engine.healing import Healer
 from exl2chat.engine.samplers.vocabulary import Vocabulary
 from exl2chat.engine.stopping import Banned, Gate, Passed, StopConditions, StopReason
+from exl2chat.engine.token_table import TokenTable
 from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.errors import ChatError, ContextError, UsageError
 from exl2chat.model.detokenizer import Detokenizer
@@ -130,6 +131,7 @@ class StreamingGenerator:
         self._healer = Healer(tokenizer, self._size)
         self._conditions = StopConditions(tokenizer.eos_ids)
         self._reply: _Reply | None = None
+        self._table: TokenTable | None = None
         self._filled = 0
         self.tokens: list[int] = []
 
@@ -139,6 +141,12 @@ class StreamingGenerator:
         StopConditionError, a ValueError, on anything else.
         """
         self._conditions = StopConditions.of(conditions)
+
+    def token_table(self) -> TokenTable:
+        """The tokens as a constraint sees them. The stop ids in force end a reply."""
+        if self._table is None or set(self._table.end_ids.tolist()) != self._conditions.ids:
+            self._table = TokenTable(self._tokenizer, self._size, self._conditions.ids)
+        return self._table
 
     def begin_stream_ex(
         self,
