@@ -212,6 +212,14 @@ async def _shape(controller: "Controller", kind: Kind, argument: str) -> None:
         controller.emit(Notice(f"from the next reply on: {MEANING[kind]}; `/{kind} off` ends it"))
 
 
+async def lora(controller: "Controller", argument: str) -> None:
+    """Show the LoRAs, choose those of the replies from now on, or go without."""
+    if argument == "off":
+        await _change(controller, "lora", None)
+    else:
+        await set_value(controller, f"lora {argument}")
+
+
 async def stats(controller: "Controller", _: str) -> None:
     controller.emit(ShowPage("Statistics", pages.stats_page(controller.path)))
 

@@ -74,7 +74,8 @@ class Decoders:
     """The decoders of one model over one cache, which draw from the first `size` tokens of the vocabulary."""
 
     def __init__(self, model: Transformer, cache: KVCache, vocabulary: Vocabulary, size: int) -> None:
-        self._model, self._cache, self._vocabulary, self._size = model, cache, vocabulary, size
+        self.model = model  # or one of the same weights with other adapters
+        self._cache, self._vocabulary, self._size = cache, vocabulary, size
         self._host = torch.empty(size, pin_memory=model.device.type == "cuda")
         self._steps: DeviceSteps | None = None
 
@@ -83,16 +84,16 @@ class Decoders:
 
         With `limits`, empty ones too, the host draws: whoever gives them wants to know or to say more than a GPU does.
         """
-        if limits is None and runs_on_device(self._model, self._size) and known_to_device(settings):
-            self._steps = self._steps or DeviceSteps(self._model, self._cache, self._size)
+        if limits is None and runs_on_device(self.model, self._size) and known_to_device(settings):
+            self._steps = self._steps or DeviceSteps(self.model, self._cache, self._size)
             return DeviceDecoder(self._steps, self._cache, settings, longest)
         chooser = Chooser(settings, tokens, self._vocabulary, limits)
-        return HostDecoder(self._model, self._cache, chooser, self._host)
+        return HostDecoder(self.model, self._cache, chooser, self._host)
 
 
 def runs_on_device(model: Transformer, size: int) -> bool:
     """Whether the steps of `model` are recorded, and kernels/sample.cu can draw from `size` tokens."""
-    return model.device.type == "cuda" and model.ops.recorded_rows > 0 and size <= MOST_TOKENS
+    return model.device.type == "cuda" and model.recorded_rows > 0 and size <= MOST_TOKENS
 
 
 def known_to_device(settings: Sampling) -> bool:

@@ -37,6 +37,13 @@ class Form(msgspec.Struct, frozen=True):
     source: str = ""
 
 
+class LoraUse(msgspec.Struct, frozen=True):
+    """A LoRA in the folder `path`, and how much of it: 1 as it was trained."""
+
+    path: str
+    scale: float = 1.0
+
+
 # Requests
 
 
@@ -57,6 +64,7 @@ class Generate(Record, frozen=True):
     """Answer `turns`. If the last turn is the assistant's, its text is continued, not answered.
 
     With a `form` the reply is that and nothing else. Failed where that cannot be followed to the letter.
+    `loras` change the model for this reply. Each is read when it is first used and kept until the next Load.
     """
 
     id: str
@@ -65,6 +73,7 @@ class Generate(Record, frozen=True):
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     form: Form | None = None
+    loras: tuple[LoraUse, ...] = ()
 
 
 class Stop(Record, frozen=True):

@@ -11,6 +11,7 @@ from exl2chat.engine.choosing import Chooser, Limits, TokenDetails, describe
 from exl2chat.engine.constraints import Constraint
 from exl2chat.engine.decoders import Decoder, Decoders
 from exl2chat.engine.healing import Healer
+from exl2chat.engine.lora import Scaled, with_adapters
 from exl2chat.engine.samplers.vocabulary import Vocabulary
 from exl2chat.engine.stopping import Banned, Gate, Passed, StopConditions, StopReason
 from exl2chat.engine.token_table import TokenTable
@@ -159,13 +160,15 @@ class StreamingGenerator:
         decode_special_tokens: bool = False,
         continuing: bool = False,
         extras: Extras = PLAIN,
+        adapters: Sequence[Scaled] = (),
     ) -> StreamStart:
         """Read the prompt: all but its last token go into the cache, less the longest prefix that is there already.
 
         input_ids: [n] or [1, n]. settings.seed None draws a seed, reported in the result. `abort` is asked before
         every chunk and every token; once it is true the prompt is read no further and `stream_ex` reports "stopped".
         on_prefill(done, total, cached) follows every chunk. `continuing`: the prompt ends in the middle of a text, so
-        that the space before the first word is text too. ContextError when the prompt leaves no room for a token.
+        that the space before the first word is text too. `adapters`: the LoRAs of this reply; what the cache holds is
+        reused only if it was computed with the same. ContextError when the prompt leaves no room for a token.
         """
         self._reply = None
         ids = self._checked(input_ids)
@@ -174,6 +177,7 @@ class StreamingGenerator:
         gate = Gate(self._conditions.strings, extras.banned_strings)
         healed = self._take_healed(ids, extras)
         limits = self._limits(extras, healed, continuing)
+        self._use(adapters)
         cached = self._reuse(ids)
         longest = min(self._cache.capacity, len(ids) + (max_new_tokens or self._cache.capacity))
         decoder = self._decoders.choose(settings, ids, longest, limits)
@@ -308,6 +312,13 @@ class StreamingGenerator:
                 f"shorten it, start a new conversation{', or load the model with a larger --ctx' * larger}",
             )
         return ids
+
+    def _use(self, adapters: Sequence[Scaled]) -> None:
+        """Run the model with these adapters from now on. Nothing that was computed with others is known any more."""
+        model = with_adapters(self._model, adapters)
+        if model is not self._model:
+            self._model = self._decoders.model = model
+            self._filled = 0
 
     def _reuse(self, ids: list[int]) -> int:
         """Make `ids` the sequence and cut the cache to what they share with the last one; that length.

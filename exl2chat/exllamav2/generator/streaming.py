@@ -12,6 +12,7 @@ from exl2chat.engine.generators.streaming import Extras, StreamingGenerator, Str
 from exl2chat.exllamav2.cache import ExLlamaV2Cache
 from exl2chat.exllamav2.generator.filters import ExLlamaV2Filter, constraint_of
 from exl2chat.exllamav2.generator.sampler import ExLlamaV2Sampler
+from exl2chat.exllamav2.lora import Loras, scaled_loras
 from exl2chat.exllamav2.model import ExLlamaV2
 from exl2chat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exl2chat.exllamav2.unsupported import refuse_set
@@ -71,7 +72,7 @@ class ExLlamaV2StreamingGenerator:
         input_ids: Tensor,
         gen_settings: ExLlamaV2Sampler.Settings,
         token_healing: bool = False,
-        loras: object = None,
+        loras: Loras = None,
         input_mask: Tensor | None = None,
         position_offsets: Tensor | None = None,
         abort_event: Event | None = None,
@@ -94,7 +95,7 @@ class ExLlamaV2StreamingGenerator:
         input_ids: Tensor,
         gen_settings: ExLlamaV2Sampler.Settings,
         token_healing: bool = False,
-        loras: object = None,
+        loras: Loras = None,
         input_mask: Tensor | None = None,
         position_offsets: Tensor | None = None,
         return_probabilities: bool = False,
@@ -114,7 +115,7 @@ class ExLlamaV2StreamingGenerator:
         one's text, and only what it adds to that is in a chunk. filter_prefer_eos: take an EOS token as soon as all
         filters let one pass.
         """
-        refuse_set(Begin, loras=loras, input_mask=input_mask, position_offsets=position_offsets)
+        refuse_set(Begin, input_mask=input_mask, position_offsets=position_offsets)
         refuse_set(Begin, input_embeddings=input_embeddings, **kwargs)
         self.abort_event = abort_event
         self._extras = Extras(
@@ -132,6 +133,7 @@ class ExLlamaV2StreamingGenerator:
             abort=lambda: abort_event is not None and abort_event.is_set(),
             decode_special_tokens=decode_special_tokens,
             extras=self._extras,
+            adapters=scaled_loras(loras),
         )
 
     def stream_ex(self, ban_tokens: list[int] | None = None, **kwargs: Any) -> dict[str, Any]:
