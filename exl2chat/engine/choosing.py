@@ -77,7 +77,8 @@ class Chooser:
                 mask[:] = False
                 mask[ends] = True
         if position == self._start and self._limits.first is not None:
-            mask = self._limits.first.copy() if mask is None else mask & self._limits.first
+            first = self._limits.first
+            mask = first if mask is None else mask[: len(first)] & first[: len(mask)]
         self._mask = mask
 
     def choose(self, logits: NDArray[np.float32], position: int) -> int:

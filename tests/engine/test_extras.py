@@ -195,6 +195,14 @@ def test_a_constraint_applies_to_what_a_healed_token_adds() -> None:
     assert "".join(map(whole.push, tokens)) == " quicker!"
 
 
+@pytest.mark.parametrize("size", [END + 1, VOCABULARY + 9])
+def test_a_constraint_may_know_of_more_or_fewer_tokens_than_the_model(size: int) -> None:
+    known = TokenTable(FakeTokenizer(), size, {END})  # type: ignore[arg-type]
+    healed = Extras(token_healing=True, constraint=compile_regex(known, "!{3}"))
+    assert reply(generator(), healed)[0] == "!!!"
+    assert reply(generator(), Extras(constraint=compile_regex(known, "!{3}")))[0] == "!!!"
+
+
 def test_a_filter_is_told_what_was_healed() -> None:
     rule = Vowels()
     reply(generator(), Extras(token_healing=True, constraint=FilterConstraint(table(), rule)), prompt=[65, ord("e")])
