@@ -165,6 +165,14 @@ def test_a_healed_token_gives_way_to_one_that_says_more_and_only_that_is_text() 
     assert subject.tokens == [65, quicker, 33, 33]
 
 
+def test_only_the_first_token_repeats_what_was_healed() -> None:
+    names = FakeTokenizer(words=WORDS)
+    quick, begun = names.id_of("quick"), names.id_of("qu")
+    model = FakeModel(lambda tokens: quick if tokens[-1] == 65 else begun)
+    text, *_ = reply(generator(model, WORDS), Extras(token_healing=True), GREEDY, [65, begun], max_new_tokens=2)
+    assert text == "ickqu"
+
+
 @given(st.integers(0, 50))
 def test_a_healed_reply_continues_the_text_of_the_prompt(seed: int) -> None:
     names = FakeTokenizer(words=WORDS)
@@ -226,6 +234,24 @@ def test_a_banned_string_is_taken_back_and_another_token_stands_where_it_began()
     assert [token for result in results for token in result.tokens] == list(text.encode())
     assert subject.tokens == [*PROMPT, *text.encode(), END]
     assert results[-1].reply_tokens == len(text) + 1
+
+
+def test_a_text_begins_anew_where_its_first_token_was_taken_back() -> None:
+    """Without a space before its first word, and with a cache that knows nothing of what was."""
+    words = (" bad", " good")
+    names = FakeTokenizer(words=words)
+
+    class Second(FakeModel):
+        def logits(self, tokens: list[int]) -> np.ndarray:  # noqa: ARG002
+            logits = np.zeros(VOCABULARY, np.float32)
+            logits[[names.id_of(" bad"), names.id_of(" good")]] = 9, 8
+            return logits
+
+    subject = generator(Second(), words)
+    subject.begin_stream_ex(PROMPT, GREEDY, extras=Extras(banned_strings=("bad",)))
+    assert subject.stream_ex().suppressed == "bad"
+    assert subject._cache.length == len(PROMPT) - 1
+    assert subject.stream_ex().text == "good"
 
 
 RULES = [
@@ -357,6 +383,22 @@ def test_logits_are_those_of_the_model_whatever_was_masked_and_stay_as_they_are(
     for count, detail in enumerate(details):
         assert detail.logits is not None
         assert (detail.logits == model.logits(subject.tokens[: len(PROMPT) + count])).all()
+
+
+def test_logits_outlive_the_memory_they_came_in() -> None:
+    """As on a GPU, whose logits all come through one buffer."""
+
+    class Reusing(FakeModel):
+        buffer = torch.empty(1, VOCABULARY)
+
+        def forward(self, tokens: torch.Tensor, cache: FakeCache, last_only: bool = False) -> torch.Tensor:
+            return self.buffer.copy_(super().forward(tokens, cache, last_only))
+
+    subject = generator(Reusing())
+    subject.begin_stream_ex(PROMPT, GREEDY, extras=Extras(return_logits=True))
+    first, _ = (subject.stream_ex().details[0].logits for _ in range(2))
+    assert first is not None
+    assert (first == FakeModel().logits(PROMPT)).all()
 
 
 def test_details_are_withheld_with_their_tokens_and_come_with_none_too_few() -> None:
