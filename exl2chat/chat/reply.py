@@ -9,7 +9,7 @@ import msgspec
 
 from exl2chat.chat.events import Message
 from exl2chat.chat.session import now
-from exl2chat.link.protocol import Generate, LoraUse, Prefill, Stats, StopReason, Turn
+from exl2chat.link.protocol import Form, Generate, LoraUse, Prefill, Stats, StopReason, Turn
 from exl2chat.settings import Sampling, Settings
 
 
@@ -74,14 +74,15 @@ class Reply:
         )
 
 
-def request(id: str, path: Sequence[Message], start: str, sampling: Sampling, settings: Settings) -> Generate:
-    """The request for a reply to `path` that begins with `start`."""
+def request(
+    id: str, path: Sequence[Message], start: str, sampling: Sampling, settings: Settings, form: Form | None
+) -> Generate:
+    """The request for a reply to `path` that begins with `start`, or else is of the `form`."""
     said: list[Message | Turn] = [*path]
     if start:
         said.append(Turn("assistant", start))
-    return Generate(
-        id, turns_of(said, settings["system"]), sampling, settings["max_tokens"], loras=loras_of(settings["lora"])
-    )
+    loras = loras_of(settings["lora"])
+    return Generate(id, turns_of(said, settings["system"]), sampling, settings["max_tokens"], form=form, loras=loras)
 
 
 def loras_of(text: str | None) -> tuple[LoraUse, ...]:

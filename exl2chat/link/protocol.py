@@ -26,6 +26,17 @@ class Turn(msgspec.Struct, frozen=True):
     text: str
 
 
+class Form(msgspec.Struct, frozen=True):
+    """What a reply must be: JSON of a schema, the match of a regular expression, or a sentence of a grammar.
+
+    Grammars are in the Lark of llguidance, or in GBNF. `source` is the file that `text` is from, if it is from one.
+    """
+
+    kind: Literal["json", "regex", "grammar"]
+    text: str
+    source: str = ""
+
+
 class LoraUse(msgspec.Struct, frozen=True):
     """A LoRA in the folder `path`, and how much of it: 1 as it was trained."""
 
@@ -52,6 +63,7 @@ class Load(Record, frozen=True):
 class Generate(Record, frozen=True):
     """Answer `turns`. If the last turn is the assistant's, its text is continued, not answered.
 
+    With a `form` the reply is that and nothing else. Failed where that cannot be followed to the letter.
     `loras` change the model for this reply. Each is read when it is first used and kept until the next Load.
     """
 
@@ -60,6 +72,7 @@ class Generate(Record, frozen=True):
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    form: Form | None = None
     loras: tuple[LoraUse, ...] = ()
 
 
