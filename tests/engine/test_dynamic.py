@@ -6,17 +6,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from exl2chat.engine.cache import PAGE
 from exl2chat.engine.generators.dynamic import DynamicGenerator
 from exl2chat.engine.generators.jobs import Choice, Failed, Final, Job, Prefilled, Result, Started, Streamed
+from exl2chat.engine.generators.language import Language
 from exl2chat.engine.generators.streaming import StreamingGenerator
+from exl2chat.engine.generators.task import Task
 from exl2chat.engine.scheduler import Limits
 from exl2chat.engine.stopping import StopConditions
 from exl2chat.errors import ChatError, ContextError, UsageError
 from exl2chat.settings import Sampling
-from tests.engine.fake_model import VOCABULARY, FakeTokenizer
-from tests.engine.tiny_models import byte_model
+from tests.engine.fake_model import VOCABULARY
+from tests.engine.tiny_models import ByteTokenizer, byte_model
 
 GREEDY = Sampling(temperature=0)
 LIMITS = Limits(batch=8, queue=100, chunk=64)
@@ -28,19 +31,9 @@ SETTINGS = (
 )
 
 
-class Bytes(FakeTokenizer):
-    """As the vocabulary of the model; ids beyond the bytes are marks, which are not shown."""
-
-    special_ids = frozenset(range(256, VOCABULARY))
-    vocab_size = VOCABULARY
-
-    def piece(self, token: int):  # type: ignore[no-untyped-def]
-        return self.detokenizer()._piece_of(token)
-
-
 def generator(pages: int = 16, limits: Limits = LIMITS) -> DynamicGenerator:
     model = byte_model()
-    return DynamicGenerator(model, model.new_cache(pages * PAGE), Bytes(), limits)  # type: ignore[arg-type]
+    return DynamicGenerator(model, model.new_cache(pages * PAGE), ByteTokenizer(), limits)  # type: ignore[arg-type]
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -54,7 +47,7 @@ def job(ids: Sequence[int], count: int, sampling: Sampling = GREEDY, **more: obj
 def streamed(ids: Sequence[int], count: int, sampling: Sampling = GREEDY) -> list[int]:
     """What the streaming generator replies."""
     model = byte_model()
-    subject = StreamingGenerator(model, model.new_cache(1024), Bytes())  # type: ignore[arg-type]
+    subject = StreamingGenerator(model, model.new_cache(1024), ByteTokenizer())  # type: ignore[arg-type]
     subject.set_stop_conditions([])
     subject.begin_stream_ex(list(ids), sampling, max_new_tokens=count)
     while not subject.stream_ex().eos:
@@ -167,8 +160,8 @@ def test_a_later_job_finds_what_an_earlier_one_computed() -> None:
 def test_a_cache_that_others_used_is_not_trusted() -> None:
     model = byte_model()
     cache = model.new_cache(2048)
-    subject = DynamicGenerator(model, cache, Bytes(), LIMITS)  # type: ignore[arg-type]
-    other = StreamingGenerator(model, cache, Bytes())  # type: ignore[arg-type]
+    subject = DynamicGenerator(model, cache, ByteTokenizer(), LIMITS)  # type: ignore[arg-type]
+    other = StreamingGenerator(model, cache, ByteTokenizer())  # type: ignore[arg-type]
     ids, between = prompt(300), prompt(500, 1)
     for _ in range(2):
         serial = subject.enqueue(job(ids, 8))
@@ -263,6 +256,29 @@ def test_without_stop_conditions_a_reply_ends_at_its_limit_to_the_token() -> Non
         assert len(reply(results, serial)) == final(results, serial).new_tokens == count
 
 
+def test_banned_strings_are_taken_back_from_the_cache_too() -> None:
+    """Up to the last token. The oracle computes every token from the whole text."""
+    model, ids = byte_model(), prompt(250)
+    settings = Sampling(temperature=0, allowed_tokens=tuple(b"abcde"))
+    plain = text(streamed(ids, 40, settings))
+    wanted = job(ids, 40, settings, banned=(plain[3:5], plain[11:14], plain[-2:]))
+    task = Task(wanted, Language(ByteTokenizer(), VOCABULARY))  # type: ignore[arg-type]
+    rewound, ended = 0, False
+    while not ended:
+        tokens = torch.tensor([*ids, *task.reply])
+        task.draw(model.forward(tokens, model.new_cache(512), last_only=True).numpy())
+        advance = task.advance()
+        rewound += advance.rewound
+        ended = advance.end is not None
+    assert rewound > 2
+    subject = generator()
+    serials = [subject.enqueue(wanted), subject.enqueue(job(ids, 40, settings))]
+    results = drain(subject)
+    assert reply(results, serials[0]) == task.reply
+    assert final(results, serials[0]).new_tokens == 40
+    assert reply(results, serials[1]) == list(plain.encode())
+
+
 def test_what_a_job_lacks_is_said_when_it_is_enqueued() -> None:
     subject = generator(pages=2)
     with pytest.raises(ContextError, match="do not fit"):
@@ -274,7 +290,7 @@ def test_what_a_job_lacks_is_said_when_it_is_enqueued() -> None:
     with pytest.raises(UsageError, match="max_new_tokens"):
         subject.enqueue(job((1,), 0))
     with pytest.raises(UsageError, match="2 prompts"):
-        Job(((1,), (2,)), 1)
+        Job(((1,), (2,)), 1, GREEDY)
     with pytest.raises(UsageError, match="banned"):
         job((1,), 1, banned=("",))
     assert subject.remaining == 0

@@ -1,6 +1,7 @@
 """One job on its way: which tokens it may draw, and what its tokens mean as text. No tensors, no cache."""
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -10,7 +11,6 @@ from numpy.typing import NDArray
 from exl2chat.engine.generators.jobs import Choice, EndReason, Job, Token
 from exl2chat.engine.generators.language import Language
 from exl2chat.engine.sampler import Sampler, draw
-from exl2chat.engine.stopping import StopStrings
 from exl2chat.errors import ChatError, UsageError
 from exl2chat.model.detokenizer import Detokenizer, Piece
 
@@ -53,6 +53,7 @@ class Task:
     def __init__(self, job: Job, language: Language) -> None:
         self.job = job
         self._language = language
+        self._banned = tuple(text.lower() for text in job.banned)
         self._healed = _healed(job, language) if job.heal else None
         self.prompts = tuple(prompt[:-1] if self._healed is not None else prompt for prompt in job.prompts)
         self.reply: list[int] = []
@@ -137,16 +138,15 @@ class Task:
         return self._emit(held)
 
     def _emit(self, held: bool) -> Advance:
-        joined = self._joined()
-        stops = StopStrings(self.job.stops.strings)
-        before = stops.push(joined)
-        if stops.found is not None:
-            return self._stop(stops.found, before)
+        joined, stops = self._joined(), self.job.stops.strings
+        if (match := first_match(joined, stops)) is not None:
+            start, found = match
+            return self._stop(found, joined[:start])
         if self.job.constraint is not None and self.job.constraint.finished:
             return self._finish(End("end_filter", token=self.reply[-1]))
         if len(self.reply) == self.job.max_new_tokens:
             return self._finish(End("max_new_tokens"))
-        return Advance() if held or stops.held else self._release()
+        return Advance() if held or ends_partly(joined, stops) else self._release()
 
     def _release(self, more: str = "", end: End | None = None) -> Advance:
         """Everything that is pending, and `more`."""
@@ -177,11 +177,11 @@ class Task:
 
     def _banned_at(self) -> int | None:
         """Which pending token begins a complete banned string."""
-        finder = self._find_banned()
-        if finder.found is None:
-            return None
         pieces = self._lowered()
-        start = "".join(pieces).index(finder.found)
+        match = first_match("".join(pieces), self._banned)
+        if match is None:
+            return None
+        start, _ = match
         at = next(n for n, end in enumerate(accumulate(map(len, pieces))) if end > start)
         while at and not pieces[at - 1]:
             at -= 1  # the first bytes of the same character
@@ -189,12 +189,7 @@ class Task:
 
     def _holds_banned(self) -> bool:
         """Whether the pending text may end with the beginning of a banned string."""
-        return bool(self._find_banned().held)
-
-    def _find_banned(self) -> StopStrings:
-        finder = StopStrings([text.lower() for text in self.job.banned])
-        finder.push("".join(self._lowered()))
-        return finder
+        return ends_partly("".join(self._lowered()), self._banned)
 
     def _take_back(self, at: int) -> Advance:
         """Forget pending tokens from `at` on, the first of which is not drawn again at its place."""
@@ -229,6 +224,17 @@ class Task:
             return text
 
         return Detokenizer(piece, continuing=True)
+
+
+def first_match(text: str, strings: Iterable[str]) -> tuple[int, str] | None:
+    """The string that is complete first in `text`, the longest of those with one end, and where it begins."""
+    matches = [(at + len(string), at, string) for string in strings if (at := text.find(string)) >= 0]
+    return min(matches)[1:] if matches else None
+
+
+def ends_partly(text: str, strings: Iterable[str]) -> bool:
+    """Whether `text` ends with the beginning of one of `strings`."""
+    return any(text.endswith(string[:length]) for string in strings for length in range(1, len(string)))
 
 
 def guided(wanted: Logits, unwanted: Logits, scale: float) -> Logits:
