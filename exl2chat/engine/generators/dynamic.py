@@ -19,8 +19,10 @@ from exl2chat.engine.scheduler import Limits, Scheduler, StepPlan
 from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.errors import ContextError, UsageError
 from exl2chat.model.tokenizer import Tokenizer
+from exl2chat.settings import Sampling
 
 MANY = 1 << 20  # jobs that may wait
+WARM_UP = 32
 
 
 @dataclass(slots=True)
@@ -77,6 +79,10 @@ class DynamicGenerator:
                 "shorten the prompt, lower max_new_tokens, or make the cache larger",
             )
 
+    def prompt(self, serial: int) -> list[int]:
+        """The tokens that the reply of a job follows: its prompt, less a healed token. KeyError for one that ended."""
+        return list(self._jobs[serial].task.prompts[0])
+
     def cancel(self, serial: int) -> bool:
         """End a job without a result. False if there is none."""
         self._jobs.pop(serial, None)
@@ -109,6 +115,16 @@ class DynamicGenerator:
         finally:
             self.clear()
         return [finals[serial] for serial in serials]
+
+    def warm_up(self) -> None:
+        """Write a few tokens and forget them, so that the first job is as fast as the others."""
+        new = min(WARM_UP, self._cache.capacity - 2)
+        self.generate([Job(((0, 0),), new, Sampling(temperature=0))])
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything that is cached. Jobs go on, and read their texts again."""
+        self._scheduler.reset()
 
     def iterate(self) -> list[Result]:
         """One step: part of the prompts, and a token of every reply that is being written.
