@@ -182,7 +182,7 @@ class DynamicGenerator:
             try:
                 sampled[serial] = [job.task.draw(logits[places])]
             except Exception as error:  # of a filter or a hook, too
-                failed.append(Failed(serial, error))
+                failed.append(Failed(serial, error, job.task.text))
                 self.cancel(serial)
         return sampled, failed
 
@@ -201,7 +201,7 @@ class DynamicGenerator:
             advance = job.task.advance()
         except Exception as error:
             self.cancel(serial)
-            return [Failed(serial, error)]
+            return [Failed(serial, error, job.task.text)]
         if advance.rewound:
             self._scheduler.rewind(serial, advance.rewound)
         final = None

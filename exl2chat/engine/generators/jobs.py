@@ -128,11 +128,12 @@ class Streamed:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The job alone cannot go on: its constraint leaves no token, a hook raised something, or its logits are not
-    numbers."""
+    """The job alone cannot go on after `text`: its constraint leaves no token, a hook raised something, or its logits
+    are not numbers."""
 
     serial: int
     error: Exception
+    text: str = ""
 
 
 Result = Started | Prefilled | Streamed | Failed
