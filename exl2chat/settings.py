@@ -187,6 +187,7 @@ STEPS = (
     "top_n_sigma", "smoothing", "temperature", "top_k", "top_p", "top_a", "min_p", "tfs", "typical_p", "mirostat",
     "dynamic_temperature", "xtc", "skew",
 )  # fmt: skip
+CACHES = ("fp16", "q8", "q6", "q4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -201,6 +202,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("model", str, "smollm2", "a model folder, a hub reference (org/name:4.0bpw) or smollm2", "model"),
     Option("device", str, "auto", "where the model runs", "model", choices=("auto", "cpu", "cuda")),
     Option("dtype", str, "auto", "arithmetic; float32 is exact", "model", choices=DTYPES),
+    Option("cache", str, "fp16", "what keys and values are kept in; fewer bits: more context", "model", choices=CACHES),
     Option("context", int, None, "context in tokens; unset: up to 8192", "model", low=256, flag_name="--ctx"),
     Option("system", str, None, "the system prompt; unset: what the model's template says", "chat"),
     Option("max_tokens", int, None, "longest reply in tokens; unset: until the model ends it", "chat", low=1),

@@ -53,7 +53,7 @@ class Loads:
 
 def load_request(settings: Settings) -> Load:
     """What is to be loaded by `settings`."""
-    return Load(settings["model"], settings["device"], settings["dtype"], settings["context"])
+    return Load(settings["model"], settings["device"], settings["dtype"], settings["context"], settings["cache"])
 
 
 def put_back(settings: Settings, held: Settings) -> Settings:

@@ -42,7 +42,7 @@ def model_page(controller: "Controller") -> str:
         ("path", info.path),
         ("architecture", info.architecture),
         ("weights", f"{info.quantization}, {info.weight_bytes / 2**20:,.0f} MiB"),
-        ("context", f"{info.context:,} tokens, {info.cache_bytes / 2**20:,.0f} MiB"),
+        ("context", f"{info.context:,} tokens, {info.cache_bytes / 2**20:,.0f} MiB as {info.cache}"),
         ("vocabulary", f"{info.vocab_size:,} tokens"),
         ("runs on", f"{info.device}, {info.dtype}"),
         *((f"its own {name}", str(value)) for name, value in info.sampling.items()),

@@ -13,6 +13,8 @@ from exl2chat.engine.weights import Weights, load_weights
 from exl2chat.model.checkpoint import Checkpoint
 from exl2chat.model.config import ModelConfig
 from exl2chat.ops import Heads, Ops, compile_for, select
+from exl2chat.ops.attention import PLAIN_BITS
+from exl2chat.ops.sample import TokenSampler
 from exl2chat.progress import Progress
 
 PREFILL_CHUNK = 512
@@ -35,16 +37,22 @@ class Transformer:
     device: torch.device
     dtype: torch.dtype
     ops: Ops
+    cache_bits: int = PLAIN_BITS  # of the caches that it makes (cache.BITS)
 
     @classmethod
     def load(
-        cls, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Progress
+        cls,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: Progress,
+        cache_bits: int = PLAIN_BITS,
     ) -> "Transformer":
         """Bring a checkpoint onto `device`, to multiply in `dtype`; `placement.plan_memory` says before if it fits."""
         config = checkpoint.config
         weights = load_weights(checkpoint, device, dtype, progress)
         ops = select(device, dtype, config.head_dim, config.hidden_size, config.intermediate_size)
-        return cls(config, weights, device, dtype, ops)
+        return cls(config, weights, device, dtype, ops, cache_bits)
 
     @property
     def weight_bytes(self) -> int:
@@ -52,7 +60,7 @@ class Transformer:
 
     def new_cache(self, context: int) -> KVCache:
         """An empty cache for up to `context` tokens."""
-        return KVCache(self.config, context, self.device, self.dtype)
+        return KVCache(self.config, context, self.device, self.dtype, self.cache_bits)
 
     @torch.inference_mode()
     def warm_up(self, cache: KVCache, progress: Progress) -> None:
@@ -72,6 +80,7 @@ class Transformer:
             for count in counts:
                 take(count, 0)
                 take(count, cache.capacity - count)
+            TokenSampler(self.device, 1).queue(torch.empty(1, 1, device=self.device))
 
         compile_for(rehearse, progress)
         progress("trying the largest step")

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from exl2chat.engine.cache import BITS
 from exl2chat.engine.generators.streaming import StreamingGenerator
 from exl2chat.engine.loader import LoadedModel, plan_load
 from exl2chat.errors import UsageError
@@ -28,6 +29,7 @@ class Host:
             weight_bytes=model.transformer.weight_bytes,
             cache_bytes=model.cache.nbytes,
             sampling=dict(model.checkpoint.config.sampling),
+            cache=next(name for name, bits in BITS.items() if bits == model.cache.bits),
         )
         self.model = model
         self._generator = StreamingGenerator(model.transformer, model.cache, model.tokenizer)
@@ -79,7 +81,9 @@ class HostPlan:
         """Check the model in the folder `path` as `request` wants it. ChatError when it cannot be loaded."""
         self._name = request.model if path.parent.name == "snapshots" else path.name  # there, they are commit hashes
         model = replaced.model if replaced else None
-        self._plan = plan_load(path, request.device, request.dtype, request.context, paths, progress, model)
+        self._plan = plan_load(
+            path, request.device, request.dtype, request.context, paths, progress, model, request.cache
+        )
 
     def load(self, progress: Progress) -> Host:
         """Load the weights. ChatError when they cannot be."""

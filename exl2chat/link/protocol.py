@@ -39,6 +39,7 @@ class Load(Record, frozen=True):
     device: str = "auto"
     dtype: str = "auto"
     context: int | None = None
+    cache: str = "fp16"
 
 
 class Generate(Record, frozen=True):
@@ -81,6 +82,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     weight_bytes: int
     cache_bytes: int
     sampling: dict[str, Any] = {}
+    cache: str = "fp16"
 
 
 class Loading(Record, frozen=True):
