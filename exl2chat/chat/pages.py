@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from exl2chat.chat.events import Message
+from exl2chat.chat.forms import MEANING
+from exl2chat.link.protocol import Form
 from exl2chat.settings import OPTIONS, Settings, Value
 
 if TYPE_CHECKING:
@@ -30,6 +32,14 @@ def system_page(settings: Settings) -> str:
     if value is None:
         return "Unset: the model's template decides."
     return f"From {origin}:\n\n{_quoted(str(value))}" if value else f"Off ({origin})."
+
+
+def form_page(form: Form | None) -> str:
+    """What the next replies must be."""
+    if form is None:
+        return "Anything. `/json`, `/regex` and `/grammar` say what replies must be."
+    source = f" From {_cell(form.source)}." if form.source else ""
+    return f"Replies are {MEANING[form.kind]}, until `/{form.kind} off`.{source}\n\n{_quoted(form.text)}"
 
 
 def model_page(controller: "Controller") -> str:

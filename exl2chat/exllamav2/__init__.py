@@ -8,8 +8,9 @@ is an error as soon as it is set to anything that would matter; none is ignored.
 from exl2chat.exllamav2.cache import ExLlamaV2Cache
 from exl2chat.exllamav2.config import ExLlamaV2Config
 from exl2chat.exllamav2.install import install
+from exl2chat.exllamav2.lora import ExLlamaV2Lora
 from exl2chat.exllamav2.model import ExLlamaV2
 from exl2chat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exl2chat.exllamav2.util import Timer
 
-__all__ = ["ExLlamaV2", "ExLlamaV2Cache", "ExLlamaV2Config", "ExLlamaV2Tokenizer", "Timer", "install"]
+__all__ = ["ExLlamaV2", "ExLlamaV2Cache", "ExLlamaV2Config", "ExLlamaV2Lora", "ExLlamaV2Tokenizer", "Timer", "install"]

@@ -5,12 +5,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from exl2chat.engine.cache import BITS
-from exl2chat.engine.generators.streaming import StreamingGenerator
+from exl2chat.engine.compile_grammar import compile_grammar, compile_json_schema, compile_regex
+from exl2chat.engine.generators.streaming import PLAIN, Extras, StreamingGenerator
 from exl2chat.engine.loader import LoadedModel, plan_load
+from exl2chat.engine.lora import Adapter, Scaled, load_adapter
 from exl2chat.errors import UsageError
 from exl2chat.link import protocol as wire
 from exl2chat.paths import Paths
 from exl2chat.progress import Progress
+
+COMPILERS = {"json": compile_json_schema, "regex": compile_regex, "grammar": compile_grammar}
 
 
 class Host:
@@ -32,6 +36,7 @@ class Host:
             cache=next(name for name, bits in BITS.items() if bits == model.cache.bits),
         )
         self.model = model
+        self._adapters: dict[str, Adapter] = {}
         self._generator = StreamingGenerator(model.transformer, model.cache, model.tokenizer)
 
     def answer(
@@ -39,7 +44,8 @@ class Host:
     ) -> wire.Finished:
         """Generate the reply, emitting Prefill and Chunk events.
 
-        ContextError when the prompt does not fit, UsageError when there is no turn to answer.
+        ContextError when the prompt does not fit, ModelError when a LoRA cannot be applied, UsageError when there is no
+        turn to answer or the form of the reply cannot be followed.
         """
         if not request.turns:
             raise UsageError("there is no message to answer", "send one first")
@@ -52,7 +58,9 @@ class Host:
             max_new_tokens=request.max_tokens,
             abort=abort,
             continuing=request.turns[-1].role == "assistant",
+            adapters=[Scaled(self._adapter(lora.path), lora.scale) for lora in request.loras],
             on_prefill=lambda done, total, cached: emit(wire.Prefill(request.id, done, total, cached)),
+            extras=self._extras(request),
         )
         emit(wire.Prefill(request.id, start.prompt_tokens, start.prompt_tokens, start.cached_tokens))
         first = None
@@ -72,6 +80,24 @@ class Host:
             seed=start.seed,
         )
         return wire.Finished(request.id, result.stop_reason, stats)
+
+    def _extras(self, request: wire.Generate) -> Extras:
+        """What the reply is asked for besides its text."""
+        form = request.form
+        if form is None:
+            return PLAIN
+        if request.turns[-1].role == "assistant":
+            raise UsageError("a reply that has begun cannot be given a form", "have it written anew")
+        try:
+            return Extras(constraint=COMPILERS[form.kind](self._generator.token_table(), form.text))
+        except UsageError as fault:
+            place = f"{form.source:.200}: " if form.source else ""
+            raise UsageError(place + fault.message, fault.remedy) from None
+
+    def _adapter(self, path: str) -> Adapter:
+        if path not in self._adapters:
+            self._adapters[path] = load_adapter(Path(path), self.model.transformer)
+        return self._adapters[path]
 
 
 class HostPlan:

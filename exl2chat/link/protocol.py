@@ -26,6 +26,24 @@ class Turn(msgspec.Struct, frozen=True):
     text: str
 
 
+class Form(msgspec.Struct, frozen=True):
+    """What a reply must be: JSON of a schema, the match of a regular expression, or a sentence of a grammar.
+
+    Grammars are in the Lark of llguidance, or in GBNF. `source` is the file that `text` is from, if it is from one.
+    """
+
+    kind: Literal["json", "regex", "grammar"]
+    text: str
+    source: str = ""
+
+
+class LoraUse(msgspec.Struct, frozen=True):
+    """A LoRA in the folder `path`, and how much of it: 1 as it was trained."""
+
+    path: str
+    scale: float = 1.0
+
+
 # Requests
 
 
@@ -43,13 +61,19 @@ class Load(Record, frozen=True):
 
 
 class Generate(Record, frozen=True):
-    """Answer `turns`. If the last turn is the assistant's, its text is continued, not answered."""
+    """Answer `turns`. If the last turn is the assistant's, its text is continued, not answered.
+
+    With a `form` the reply is that and nothing else. Failed where that cannot be followed to the letter.
+    `loras` change the model for this reply. Each is read when it is first used and kept until the next Load.
+    """
 
     id: str
     turns: tuple[Turn, ...]
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    form: Form | None = None
+    loras: tuple[LoraUse, ...] = ()
 
 
 class Stop(Record, frozen=True):
