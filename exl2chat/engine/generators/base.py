@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from exl2chat.engine.cache import KVCache
 from exl2chat.engine.generators.dynamic import DynamicGenerator
 from exl2chat.engine.generators.jobs import EndReason, Failed, Job, Result, Streamed
+from exl2chat.engine.lora import Scaled
 from exl2chat.engine.transformer import Transformer
 from exl2chat.errors import ContextError, UsageError
 from exl2chat.model.tokenizer import Tokenizer
@@ -38,6 +39,10 @@ class BaseGenerator:
     def full(self) -> bool:
         """Whether one of the last texts has reached the end of the cache."""
         return any(len(completion.tokens) >= self._capacity for completion in self.completions)
+
+    def set_adapters(self, adapters: Sequence[Scaled]) -> None:
+        """The LoRAs of the replies to come."""
+        self._jobs.set_adapters(adapters)
 
     def generate(self, jobs: Sequence[Job], abort: Callable[[], bool] = lambda: False) -> list[Completion]:
         """Run jobs of one prompt each. `abort` is asked before every step: what is written by then is the result.

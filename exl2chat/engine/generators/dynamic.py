@@ -14,6 +14,7 @@ from exl2chat.engine.executor import Executor
 from exl2chat.engine.generators.jobs import Failed, Final, Job, Prefilled, Result, Started, Streamed, Times
 from exl2chat.engine.generators.language import Language
 from exl2chat.engine.generators.task import End, Task
+from exl2chat.engine.lora import Scaled, cache_salt, with_adapters
 from exl2chat.engine.pages import PageTable
 from exl2chat.engine.scheduler import Limits, Scheduler, StepPlan
 from exl2chat.engine.transformer import Transformer, prefill_chunk
@@ -46,8 +47,9 @@ class DynamicGenerator:
         if limits.drafts:
             raise UsageError("the dynamic generator does not draft yet", "leave limits.drafts at 0")
         self.language = Language(tokenizer, model.config.vocab_size)
-        self._cache = cache
+        self._model, self._cache = model, cache
         self._executor = Executor(model, cache)
+        self._salt = cache_salt(())
         self._scheduler = Scheduler(PageTable(self._executor.pages, PAGE), limits)
         self._jobs: dict[int, _Running] = {}
         cache.truncate(0)
@@ -64,7 +66,7 @@ class DynamicGenerator:
             self._check(prompt, job.max_new_tokens)
         task = Task(job, self.language)
         limit = job.max_new_tokens + bool(job.banned)  # so that the scheduler lets the last token be taken back
-        serial = self._scheduler.enqueue(task.prompts, limit)
+        serial = self._scheduler.enqueue(task.prompts, limit, self._salt)
         self._jobs[serial] = _Running(task, Times(time.perf_counter()))
         return serial
 
@@ -115,6 +117,14 @@ class DynamicGenerator:
         finally:
             self.clear()
         return [finals[serial] for serial in serials]
+
+    def set_adapters(self, adapters: Sequence[Scaled]) -> None:
+        """The LoRAs of all jobs to come. What is cached is found again by jobs with the same ones. UsageError while
+        jobs remain."""
+        if self._jobs:
+            raise UsageError(f"{self.remaining} jobs have not ended", "change LoRAs when there are none")
+        self._executor = Executor(with_adapters(self._model, adapters), self._cache)
+        self._salt = cache_salt(adapters)
 
     def warm_up(self) -> None:
         """Write a few tokens and forget them, so that the first job is as fast as the others."""

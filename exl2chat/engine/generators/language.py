@@ -1,11 +1,11 @@
 """What generators know of a model's tokens beside the tokenizer."""
 
 from collections.abc import Iterable
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from exl2chat.engine.healing import Healer
 from exl2chat.engine.samplers.vocabulary import Vocabulary
 from exl2chat.model.detokenizer import Piece
 from exl2chat.model.tokenizer import Tokenizer
@@ -19,12 +19,7 @@ class Language:
         self.vocabulary = Vocabulary(tokenizer)
         self.end_ids = tokenizer.eos_ids
         self.size = next((count for count in range(rows, 0, -1) if tokenizer.token_of(count - 1)), rows)
-
-    @cached_property
-    def texts(self) -> list[bytes]:
-        """The bytes of each token inside a text; b"" for those that are not shown."""
-        pieces = map(self.tokenizer.piece, range(self.size))
-        return [b"" if piece is None else piece.rest for piece in pieces]
+        self.healer = Healer(tokenizer, self.size)
 
     def piece(self, token: int, special: bool) -> Piece | None:
         """The bytes of a token; None for one that is not shown."""
@@ -33,18 +28,6 @@ class Language:
             text = self.tokenizer.token_of(token).encode()
             return Piece(text, text)
         return piece
-
-    def is_text(self, token: int) -> bool:
-        """Whether the token is some whole characters of text."""
-        try:
-            return bool(self.texts[token].decode())
-        except UnicodeDecodeError:
-            return False
-
-    def begins_with(self, token: int) -> NDArray[np.bool_]:
-        """Which tokens begin with the text of `token`, [size]."""
-        start = self.texts[token]
-        return np.fromiter((text.startswith(start) for text in self.texts), np.bool_, self.size)
 
     def is_one_of(self, tokens: Iterable[int]) -> NDArray[np.bool_]:
         """Which tokens are among `tokens`, [size]."""

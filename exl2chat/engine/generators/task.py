@@ -1,7 +1,6 @@
 """One job on its way: which tokens it may draw, and what its tokens mean as text. No tensors, no cache."""
 
 import copy
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 from exl2chat.engine.generators.jobs import Choice, EndReason, Job, Token
 from exl2chat.engine.generators.language import Language
 from exl2chat.engine.sampler import Sampler, draw
+from exl2chat.engine.stopping import Strings
 from exl2chat.errors import ChatError, UsageError
 from exl2chat.model.detokenizer import Detokenizer, Piece
 
@@ -53,7 +53,7 @@ class Task:
     def __init__(self, job: Job, language: Language) -> None:
         self.job = job
         self._language = language
-        self._banned = tuple(text.lower() for text in job.banned)
+        self._stops, self._banned = Strings(job.stops.strings), Strings(job.banned, any_case=True)
         self._healed = _healed(job, language) if job.heal else None
         self.prompts = tuple(prompt[:-1] if self._healed is not None else prompt for prompt in job.prompts)
         self.reply: list[int] = []
@@ -107,7 +107,7 @@ class Task:
             if job.prefer_end and job.constraint.accepting and ends.any():
                 allowed = ends
         if healing and self._healed is not None:
-            allowed = allowed & self._language.begins_with(self._healed)
+            allowed = allowed & self._language.healer.continuations(self._healed)
         later = allowed & ~self._language.is_one_of(job.stops.ids) if early else allowed
         allowed = later if later.any() else allowed  # where nothing but the end is possible, it is the end
         allowed = allowed & ~self._language.is_one_of(self._blocked.get(at, ()))
@@ -138,15 +138,14 @@ class Task:
         return self._emit(held)
 
     def _emit(self, held: bool) -> Advance:
-        joined, stops = self._joined(), self.job.stops.strings
-        if (match := first_match(joined, stops)) is not None:
-            start, found = match
-            return self._stop(found, joined[:start])
+        joined = self._joined()
+        if (match := self._stops.find(joined)) is not None:
+            return self._stop(match.string, joined[: match.start])
         if self.job.constraint is not None and self.job.constraint.finished:
             return self._finish(End("end_filter", token=self.reply[-1]))
         if len(self.reply) == self.job.max_new_tokens:
             return self._finish(End("max_new_tokens"))
-        return Advance() if held or ends_partly(joined, stops) else self._release()
+        return Advance() if held or self._stops.partial(joined) else self._release()
 
     def _release(self, more: str = "", end: End | None = None) -> Advance:
         """Everything that is pending, and `more`."""
@@ -172,24 +171,19 @@ class Task:
     def _joined(self) -> str:
         return "".join(pending.token.text for pending in self._pending)
 
-    def _lowered(self) -> list[str]:
-        return [pending.token.text.lower() for pending in self._pending]
-
     def _banned_at(self) -> int | None:
         """Which pending token begins a complete banned string."""
-        pieces = self._lowered()
-        match = first_match("".join(pieces), self._banned)
-        if match is None:
+        if (match := self._banned.find(self._joined())) is None:
             return None
-        start, _ = match
-        at = next(n for n, end in enumerate(accumulate(map(len, pieces))) if end > start)
+        pieces = [pending.token.text for pending in self._pending]
+        at = next(n for n, end in enumerate(accumulate(map(len, pieces))) if end > match.start)
         while at and not pieces[at - 1]:
             at -= 1  # the first bytes of the same character
         return at
 
     def _holds_banned(self) -> bool:
         """Whether the pending text may end with the beginning of a banned string."""
-        return ends_partly("".join(self._lowered()), self._banned)
+        return self._banned.partial(self._joined()) > 0
 
     def _take_back(self, at: int) -> Advance:
         """Forget pending tokens from `at` on, the first of which is not drawn again at its place."""
@@ -212,7 +206,7 @@ class Task:
         """Of a reply that goes on from the prompt: less the healed token's text, which is the prompt's."""
         if self._healed is None:
             return self._language.tokenizer.detokenizer(self.job.special, continuing=True)
-        cut = len(self._language.texts[self._healed])
+        cut = len(self._language.healer.text(self._healed).encode())
         first = True
 
         def piece(token: int) -> Piece | None:
@@ -224,17 +218,6 @@ class Task:
             return text
 
         return Detokenizer(piece, continuing=True)
-
-
-def first_match(text: str, strings: Iterable[str]) -> tuple[int, str] | None:
-    """The string that is complete first in `text`, the longest of those with one end, and where it begins."""
-    matches = [(at + len(string), at, string) for string in strings if (at := text.find(string)) >= 0]
-    return min(matches)[1:] if matches else None
-
-
-def ends_partly(text: str, strings: Iterable[str]) -> bool:
-    """Whether `text` ends with the beginning of one of `strings`."""
-    return any(text.endswith(string[:length]) for string in strings for length in range(1, len(string)))
 
 
 def guided(wanted: Logits, unwanted: Logits, scale: float) -> Logits:
@@ -257,7 +240,7 @@ def _healed(job: Job, language: Language) -> int | None:
     if any(len(prompt) < 2 for prompt in job.prompts):
         return None
     token = last.pop()
-    return token if language.is_text(token) else None
+    return token if language.healer.text(token) else None
 
 
 def _fitted(mask: NDArray[np.bool_], size: int) -> NDArray[np.bool_]:

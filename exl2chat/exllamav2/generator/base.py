@@ -14,6 +14,7 @@ from exl2chat.engine.stopping import StopConditions
 from exl2chat.exllamav2.cache import ExLlamaV2Cache
 from exl2chat.exllamav2.generator.requests import engine_constraint, engine_settings, is_set
 from exl2chat.exllamav2.generator.sampler import ExLlamaV2Sampler
+from exl2chat.exllamav2.lora import Loras, scaled_loras
 from exl2chat.exllamav2.model import ExLlamaV2
 from exl2chat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exl2chat.exllamav2.unsupported import refuse_set
@@ -49,7 +50,7 @@ class ExLlamaV2BaseGenerator:
         token_healing: bool = False,
         encode_special_tokens: bool = False,
         decode_special_tokens: bool = False,
-        loras: object = None,
+        loras: Loras = None,
         stop_token: int | None = EOS,
         add_bos: bool = False,
         abort_event: Event | None = None,
@@ -64,7 +65,8 @@ class ExLlamaV2BaseGenerator:
         stop_token -1: every EOS id of config and tokenizer; None: none. A prompt that leaves no room for num_tokens is
         cut from the left, with a warning. Once abort_event is set, what is written by then is returned.
         """
-        refuse_set(WHERE, loras=loras, input_embeddings=input_embeddings)
+        refuse_set(WHERE, input_embeddings=input_embeddings)
+        self._generator.set_adapters(scaled_loras(loras))
         self.abort_event = abort_event
         stops = self.tokenizer.eos_ids if stop_token == EOS else frozenset(() if stop_token is None else (stop_token,))
         jobs = []

@@ -17,6 +17,7 @@ from exl2chat.exllamav2.cache import ExLlamaV2Cache
 from exl2chat.exllamav2.generator.requests import engine_constraint, engine_settings, is_set, row_of
 from exl2chat.exllamav2.generator.results import Record, record_of
 from exl2chat.exllamav2.generator.sampler import ExLlamaV2Sampler
+from exl2chat.exllamav2.lora import Loras, scaled_loras
 from exl2chat.exllamav2.model import ExLlamaV2
 from exl2chat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exl2chat.exllamav2.unsupported import refuse_set, unsupported
@@ -120,9 +121,9 @@ class ExLlamaV2DynamicGenerator:
         """Write a few tokens and forget them."""
         self.engine.warm_up()
 
-    def set_loras(self, loras: object) -> None:
-        """LoRAs for all jobs: not supported yet; none may be taken away."""
-        refuse_set("ExLlamaV2DynamicGenerator.set_loras", loras=loras)
+    def set_loras(self, loras: Loras) -> None:
+        """The LoRAs of all jobs to come; None for none. UsageError while jobs remain."""
+        self.engine.set_adapters(scaled_loras(loras))
 
     def enqueue(self, job: ExLlamaV2DynamicJob | Sequence[ExLlamaV2DynamicJob]) -> int | list[int]:
         """The serial of a job, or of each. ContextError for one that can never fit."""

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from exl2chat.engine.constraints import AllOf, Constraint
-from exl2chat.engine.filters import FilterConstraint
+from exl2chat.engine.constraints import Constraint
 from exl2chat.engine.generators.jobs import Choice
 from exl2chat.errors import UsageError
+from exl2chat.exllamav2.generator.filters import constraint_of
 from exl2chat.exllamav2.generator.hooks import engine_hook
 from exl2chat.exllamav2.generator.sampler import ExLlamaV2Sampler
 from exl2chat.exllamav2.tokenizer import ExLlamaV2Tokenizer
@@ -30,10 +30,7 @@ def engine_settings(settings: ExLlamaV2Sampler.Settings, seed: int | None) -> tu
 
 def engine_constraint(filters: Sequence[Any] | None, tokenizer: ExLlamaV2Tokenizer) -> Constraint | None:
     """All filters at once; each is cloned, so that one may be used for many jobs. None without filters."""
-    if not filters:
-        return None
-    table = tokenizer.token_table
-    return AllOf([FilterConstraint(table, each.clone()) for each in filters])
+    return constraint_of(tokenizer, [each.clone() for each in filters or ()])
 
 
 def row_of(ids: Tensor) -> tuple[int, ...]:
