@@ -77,16 +77,10 @@ class _PagedAttend:
     views: tuple[_View, ...]
 
     def __call__(self, qkv: Tensor, head_norm: Norm | None, into: Weight) -> Tensor:  # noqa: ARG002
-        heads, groups = self.heads, self.heads.groups
-        if qkv.dim() == 3:
-            qkv = qkv.sum(0)  # partial sums of the GPU's matrices
-        qkv = qkv.float().view(qkv.shape[0], -1, heads.size)
-        turning = qkv[:, :-groups]
-        if head_norm is not None:
-            turning.copy_(reference.rms_norm(turning, head_norm))
-        reference.rope_(turning, self.cos, self.sin)
-        q, kv = qkv.split_with_sizes((heads.queries, 2 * groups), 1)
-        new = kv.reshape(-1, 2, groups, heads.size).permute(1, 2, 0, 3)
+        heads = self.heads
+        qkv = qkv.sum(0) if qkv.dim() == 3 else qkv  # partial sums of the GPU's matrices
+        q, kv = reference.turn(qkv, heads, head_norm, self.cos, self.sin)
+        new = kv.reshape(-1, 2, heads.groups, heads.size).permute(1, 2, 0, 3)
         self.layer.index_copy_(2, self.written, new.to(self.layer.dtype))
         parts = []
         for queries, view in zip(q.split_with_sizes([view.count for view in self.views]), self.views, strict=True):

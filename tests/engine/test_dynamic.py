@@ -1,6 +1,7 @@
 """Jobs on a small real model: the tokens are those of the streaming generator, whatever else runs beside."""
 
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -120,6 +121,31 @@ def test_a_job_that_gives_up_its_pages_writes_the_same() -> None:
     results = drain(subject)
     assert [reply(results, serial) for serial in serials] == [streamed(ids, 40, SETTINGS[1]) for ids in wanted]
     assert len([result for result in results if isinstance(result, Started)]) == 3
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_comes_and_goes_every_job_writes_its_own_reply(seed: int) -> None:
+    """Jobs that share beginnings, in any order, some of them cancelled, in a cache that is too small for all."""
+    choose = random.Random(seed)
+    subject = generator(choose.randint(3, 6), Limits(choose.randint(1, 5), 100, choose.choice([40, 300, 600]), skips=1))
+    starts = [prompt(choose.choice([30, 256, 300]), n) for n in range(3)]
+    wanted: dict[int, tuple[tuple[int, ...], int, Sampling]] = {}
+
+    results: list[Result] = []
+    for _ in range(40):
+        if choose.random() < 0.3:
+            ids = (*choose.choice(starts), *prompt(choose.randint(1, 60), choose.randrange(3)))
+            each = (ids, choose.randint(1, 40), choose.choice(SETTINGS))
+            wanted[subject.enqueue(job(*each))] = each
+        if wanted and choose.random() < 0.05:
+            serial = choose.choice(list(wanted))
+            if subject.cancel(serial):
+                del wanted[serial]
+        results += subject.iterate()
+    results += drain(subject)
+    assert len(wanted) > 3
+    for serial, each in wanted.items():
+        assert reply(results, serial) == streamed(*each)
 
 
 def test_two_jobs_of_one_prompt_differ_by_their_seeds_alone() -> None:
