@@ -1,0 +1,36 @@
+"""What generators know of a model's tokens beside the tokenizer."""
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from exl2chat.engine.healing import Healer
+from exl2chat.engine.samplers.vocabulary import Vocabulary
+from exl2chat.model.detokenizer import Piece
+from exl2chat.model.tokenizer import Tokenizer
+
+
+class Language:
+    """`size`: ids below it are tokens, of a model whose embedding has `rows` rows."""
+
+    def __init__(self, tokenizer: Tokenizer, rows: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocabulary = Vocabulary(tokenizer)
+        self.end_ids = tokenizer.eos_ids
+        self.size = next((count for count in range(rows, 0, -1) if tokenizer.token_of(count - 1)), rows)
+        self.healer = Healer(tokenizer, self.size)
+
+    def piece(self, token: int, special: bool) -> Piece | None:
+        """The bytes of a token; None for one that is not shown."""
+        piece = self.tokenizer.piece(token)
+        if piece is None and special:
+            text = self.tokenizer.token_of(token).encode()
+            return Piece(text, text)
+        return piece
+
+    def is_one_of(self, tokens: Iterable[int]) -> NDArray[np.bool_]:
+        """Which tokens are among `tokens`, [size]."""
+        found = np.zeros(self.size, np.bool_)
+        found[[token for token in tokens if 0 <= token < self.size]] = True
+        return found

@@ -1,0 +1,109 @@
+"""A KV cache as a pool of pages, and how tokens of several sequences look each at its own text in one step.
+
+The pool is the memory of a `KVCache`, [layers, 2, G, pages, 256, D]: a sequence's pages may lie anywhere in it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exl2chat.engine.cache import PAGE, KVCache
+from exl2chat.engine.pages import PageCopy
+from exl2chat.engine.scheduler import Row
+from exl2chat.errors import UsageError
+from exl2chat.ops import reference
+from exl2chat.ops.attention import Attend, Heads
+from exl2chat.ops.packed import Norm, Weight
+
+
+class PagedCache:
+    """The pages of `cache`, which nobody else may use meanwhile. UsageError for a quantised one."""
+
+    def __init__(self, cache: KVCache) -> None:
+        if not cache.storage.is_floating_point():
+            raise UsageError("a paged cache cannot be quantised yet", "use one of full precision")
+        self.cache = cache
+        self.pages = cache.storage.shape[3]
+
+    def copy(self, copies: Iterable[PageCopy]) -> None:
+        """Carry out page copies, in their order."""
+        storage = self.cache.storage
+        for copy in copies:
+            storage[:, :, :, copy.target, : copy.tokens] = storage[:, :, :, copy.source, : copy.tokens]
+
+    def attends(self, rows: Sequence[Row], heads: Heads, windows: Sequence[int | None]) -> list[Attend]:
+        """Each layer's attention in a step that runs the tokens of all `rows`, one row after another."""
+        device = self.cache.storage.device
+        texts = [_places(row, device) for row in rows]
+        news = [places[row.start :] for row, places in zip(rows, texts, strict=True)]
+        positions = [torch.arange(row.start, row.start + len(row.tokens)) for row in rows]
+        where = torch.cat(positions).to(device)
+        cos, sin = self.cache.cos[where], self.cache.sin[where]
+        written = torch.cat(news)
+        views = {window: _views(rows, texts, window) for window in set(windows)}
+        layers = self.cache.storage.flatten(3, 4).unbind(0)
+        return [
+            _PagedAttend(heads, cos, sin, layer, written, views[window])
+            for layer, window in zip(layers, windows, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What `count` tokens of a step, one sequence's, look at: places in a layer, and a mask as `visible` made it."""
+
+    count: int
+    places: slice | Tensor
+    mask: Tensor | None
+
+    def read(self, layer: Tensor) -> Tensor:
+        """Keys and values [2, 1, G, S, D] from layer [2, G, places, D]; a view where the pages follow each other."""
+        found = layer[:, :, self.places] if isinstance(self.places, slice) else layer.index_select(2, self.places)
+        return found.unsqueeze(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _PagedAttend:
+    """An Attend over `layer` [2, G, places, D]. The tokens, turned by cos and sin [T, 1, 2, R / 2], go to the places
+    `written` [T]; then each sequence looks at its own."""
+
+    heads: Heads
+    cos: Tensor
+    sin: Tensor
+    layer: Tensor
+    written: Tensor
+    views: tuple[_View, ...]
+
+    def __call__(self, qkv: Tensor, head_norm: Norm | None, into: Weight) -> Tensor:  # noqa: ARG002
+        heads = self.heads
+        qkv = qkv.sum(0) if qkv.dim() == 3 else qkv  # partial sums of the GPU's matrices
+        q, kv = reference.turn(qkv, heads, head_norm, self.cos, self.sin)
+        new = kv.reshape(-1, 2, heads.groups, heads.size).permute(1, 2, 0, 3)
+        self.layer.index_copy_(2, self.written, new.to(self.layer.dtype))
+        parts = []
+        for queries, view in zip(q.split_with_sizes([view.count for view in self.views]), self.views, strict=True):
+            keys, values = view.read(self.layer)
+            parts.append(reference.attention(queries, keys, values, heads.scale, view.mask, heads.cap))
+        return torch.cat(parts)
+
+
+def _places(row: Row, device: torch.device) -> Tensor:
+    """Where each token of the row's text is, those of this step included, int64 [n]."""
+    firsts = torch.tensor(row.pages, device=device).unsqueeze(1) * PAGE
+    return (firsts + torch.arange(PAGE, device=device)).flatten()[: row.start + len(row.tokens)]
+
+
+def _views(rows: Sequence[Row], texts: Sequence[Tensor], window: int | None) -> tuple[_View, ...]:
+    """What the tokens of each row look at within `window`."""
+    views = []
+    for row, places in zip(rows, texts, strict=True):
+        count, total = len(row.tokens), len(places)
+        reach = total if window is None else min(total, window + count - 1)
+        mask = reference.visible(count, reach, window, places.device)
+        first = row.pages[0] * PAGE
+        together = row.pages == tuple(range(row.pages[0], row.pages[0] + len(row.pages)))
+        seen = slice(first + total - reach, first + total) if together else places[total - reach :]
+        views.append(_View(count, seen, mask))
+    return tuple(views)
