@@ -4,14 +4,17 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from exl2chat.engine.cache import KVCache
 from exl2chat.engine.device_decoder import DeviceDecoder
 from exl2chat.engine.device_steps import DeviceSteps
+from exl2chat.engine.drafting import Drafter
+from exl2chat.engine.pace import Pace
 from exl2chat.engine.sampler import Sampler
 from exl2chat.engine.samplers.vocabulary import Vocabulary
+from exl2chat.engine.speculation import Speculated, SpeculativeLogits
+from exl2chat.engine.step_logits import StepLogits
 from exl2chat.engine.transformer import Transformer
 from exl2chat.ops.sample import MOST_TOKENS
 from exl2chat.settings import Sampling
@@ -23,6 +26,9 @@ ON_DEVICE = frozenset(
         "presence_penalty", "penalty_range", "penalty_decay",
     )
 )  # fmt: skip
+
+
+MOST_DRAFTS = 7  # with the token before them 8 rows, as many as kernels/gemv.cu multiplies at once
 
 
 class Decoder(Protocol):
@@ -39,47 +45,68 @@ class Decoder(Protocol):
         """
 
 
-class HostDecoder:
-    """One step at a time, its logits brought to the host."""
+class Logits(Protocol):
+    """Where the host has the logits of a sequence from."""
 
-    def __init__(self, model: Transformer, cache: KVCache, sampler: Sampler, host: torch.Tensor) -> None:
-        """Draws from the first len(host) tokens. `host` float32 is where logits from a GPU go, in pinned memory."""
-        self._model, self._cache, self._sampler, self._host = model, cache, sampler, host
+    def queue(self, tokens: Sequence[int]) -> None:
+        """Have the logits of what follows `tokens`. The cache held the first of them, then it holds them all."""
+
+    def take(self) -> NDArray[np.float32]:
+        """The logits [V] that were asked for, until the next step."""
+
+
+class HostDecoder:
+    """Every token drawn by the host, from logits that are brought there."""
+
+    def __init__(self, logits: Logits, sampler: Sampler) -> None:
+        self._logits, self._sampler = logits, sampler
 
     @property
     def seed(self) -> int:
         return self._sampler.seed
 
     def next(self, tokens: Sequence[int]) -> int:
-        self._cache.truncate(len(tokens) - 1)
-        missing = torch.tensor(tokens[self._cache.length :], dtype=torch.int64, device=self._model.device)
-        logits = self._model.forward(missing, self._cache, last_only=True)[-1]
-        token = self._sampler.sample(self._on_host(logits[: len(self._host)]), len(tokens))
+        self._logits.queue(tokens)
+        token = self._sampler.sample(self._logits.take(), len(tokens))
         self._sampler.observe(token)
         return token
-
-    def _on_host(self, logits: torch.Tensor) -> NDArray[np.float32]:
-        if not logits.is_cuda:
-            return logits.numpy()
-        self._host.copy_(logits, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-        return self._host.numpy()
 
 
 class Decoders:
     """The decoders of one model over one cache, which draw from the first `size` tokens of the vocabulary."""
 
-    def __init__(self, model: Transformer, cache: KVCache, vocabulary: Vocabulary, size: int) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        vocabulary: Vocabulary,
+        size: int,
+        drafter: Drafter | None = None,
+        most: int = MOST_DRAFTS,
+    ) -> None:
+        """`drafter` proposes up to `most` tokens at a time; then the host draws."""
         self._model, self._cache, self._vocabulary, self._size = model, cache, vocabulary, size
-        self._host = torch.empty(size, pin_memory=model.device.type == "cuda")
+        self._logits = StepLogits(model, cache, size)
         self._steps: DeviceSteps | None = None
+        self._drafter, self._pace = drafter, Pace(most)
+        self._speculation: SpeculativeLogits | None = None
+
+    @property
+    def speculated(self) -> Speculated:
+        """What drafts did for the last reply."""
+        return self._speculation.statistics if self._speculation else Speculated()
 
     def choose(self, settings: Sampling, tokens: Sequence[int], longest: int) -> Decoder:
         """That of a reply to the prompt `tokens`, with which the sequence has `longest` tokens at most."""
-        if runs_on_device(self._model, self._size) and known_to_device(settings):
+        if self._drafter is None and runs_on_device(self._model, self._size) and known_to_device(settings):
             self._steps = self._steps or DeviceSteps(self._model, self._cache, self._size)
             return DeviceDecoder(self._steps, self._cache, settings, longest)
-        return HostDecoder(self._model, self._cache, Sampler(settings, tokens, self._vocabulary), self._host)
+        sampler = Sampler(settings, tokens, self._vocabulary)
+        if self._drafter is None:
+            return HostDecoder(self._logits, sampler)
+        self._drafter.begin(sampler.sample)
+        self._speculation = SpeculativeLogits(self._logits, self._cache, self._drafter, self._pace, longest)
+        return HostDecoder(self._speculation, sampler)
 
 
 def runs_on_device(model: Transformer, size: int) -> bool:

@@ -7,8 +7,10 @@ import msgspec
 import torch
 
 from exl2chat.engine.cache import KVCache
-from exl2chat.engine.decoders import Decoder, Decoders
+from exl2chat.engine.decoders import MOST_DRAFTS, Decoder, Decoders
+from exl2chat.engine.drafting import Speculate, choose_drafter
 from exl2chat.engine.samplers.vocabulary import Vocabulary
+from exl2chat.engine.speculation import Speculated
 from exl2chat.engine.stopping import StopConditions, StopReason, StopStrings
 from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.errors import ChatError, ContextError, UsageError
@@ -74,14 +76,38 @@ class StreamingGenerator:
     every token that was computed.
     """
 
-    def __init__(self, model: Transformer, cache: KVCache, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        tokenizer: Tokenizer,
+        draft_model: Transformer | None = None,
+        draft_cache: KVCache | None = None,
+        num_speculative_tokens: int = MOST_DRAFTS,
+        speculate: Speculate = "auto",
+    ) -> None:
+        """Up to `num_speculative_tokens` are drafted at a time, as `speculate` says (`drafting.choose_drafter`). The
+        draft model's cache, by default one as long as `cache`, is used by nobody else. UsageError for a draft model
+        with fewer tokens than `model`."""
         self._model, self._cache, self._tokenizer = model, cache, tokenizer
         self._vocabulary = _known_ids(tokenizer, model.config.vocab_size)
-        self._decoders = Decoders(model, cache, Vocabulary(tokenizer), self._vocabulary)
+        if num_speculative_tokens < 1:
+            raise UsageError(f"num_speculative_tokens is {num_speculative_tokens}", "it is at least 1")
+        if draft_model is not None and draft_cache is None:
+            draft_cache = draft_model.new_cache(cache.capacity)
+        drafter = choose_drafter(speculate, model, draft_model, draft_cache, self._vocabulary)
+        self._decoders = Decoders(
+            model, cache, Vocabulary(tokenizer), self._vocabulary, drafter, num_speculative_tokens
+        )
         self._conditions = StopConditions(tokenizer.eos_ids)
         self._reply: _Reply | None = None
         self._filled = 0
         self.tokens: list[int] = []
+
+    @property
+    def speculated(self) -> Speculated:
+        """What drafts did for the last reply so far."""
+        return self._decoders.speculated
 
     def set_stop_conditions(self, conditions: Collection[int | str]) -> None:
         """Token ids and strings that end a reply, from the next `begin_stream_ex` on. Before: the tokenizer's EOS ids.
