@@ -7,11 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exl2chat.engine.cache import KVCache
+from exl2chat.engine.choosing import Chooser, Limits
 from exl2chat.engine.device_decoder import DeviceDecoder
 from exl2chat.engine.device_steps import DeviceSteps
 from exl2chat.engine.drafting import Drafter
 from exl2chat.engine.pace import Pace
-from exl2chat.engine.sampler import Sampler
 from exl2chat.engine.samplers.vocabulary import Vocabulary
 from exl2chat.engine.speculation import Speculated, SpeculativeLogits
 from exl2chat.engine.step_logits import StepLogits
@@ -38,10 +38,15 @@ class Decoder(Protocol):
     def seed(self) -> int:
         """What reproduces them."""
 
+    @property
+    def chooser(self) -> Chooser | None:
+        """What chooses them, if it is the host."""
+
     def next(self, tokens: Sequence[int]) -> int:
         """The token after `tokens`. The cache held the first of them, then it holds them all.
 
-        ChatError when the logits are not numbers.
+        With a chooser, `tokens` may be fewer than it has chosen: some were taken back. ChatError when the logits are
+        not numbers.
         """
 
 
@@ -58,18 +63,17 @@ class Logits(Protocol):
 class HostDecoder:
     """Every token drawn by the host, from logits that are brought there."""
 
-    def __init__(self, logits: Logits, sampler: Sampler) -> None:
-        self._logits, self._sampler = logits, sampler
+    def __init__(self, logits: Logits, chooser: Chooser) -> None:
+        self._logits, self.chooser = logits, chooser
 
     @property
     def seed(self) -> int:
-        return self._sampler.seed
+        return self.chooser.seed
 
     def next(self, tokens: Sequence[int]) -> int:
         self._logits.queue(tokens)
-        token = self._sampler.sample(self._logits.take(), len(tokens))
-        self._sampler.observe(token)
-        return token
+        self.chooser.prepare(len(tokens))  # while a GPU works
+        return self.chooser.choose(self._logits.take(), len(tokens))
 
 
 class Decoders:
@@ -96,17 +100,25 @@ class Decoders:
         """What drafts did for the last reply."""
         return self._speculation.statistics if self._speculation else Speculated()
 
-    def choose(self, settings: Sampling, tokens: Sequence[int], longest: int) -> Decoder:
-        """That of a reply to the prompt `tokens`, with which the sequence has `longest` tokens at most."""
-        if self._drafter is None and runs_on_device(self._model, self._size) and known_to_device(settings):
+    def choose(self, settings: Sampling, tokens: Sequence[int], longest: int, limits: Limits | None = None) -> Decoder:
+        """That of a reply to the prompt `tokens`, with which the sequence has `longest` tokens at most.
+
+        With `limits`, empty ones too, the host draws: whoever gives them wants to know or to say more than a GPU does.
+        """
+        if (
+            self._drafter is None
+            and limits is None
+            and runs_on_device(self._model, self._size)
+            and known_to_device(settings)
+        ):
             self._steps = self._steps or DeviceSteps(self._model, self._cache, self._size)
             return DeviceDecoder(self._steps, self._cache, settings, longest)
-        sampler = Sampler(settings, tokens, self._vocabulary)
+        chooser = Chooser(settings, tokens, self._vocabulary, limits)
         if self._drafter is None:
-            return HostDecoder(self._logits, sampler)
-        self._drafter.begin(sampler.sample)
+            return HostDecoder(self._logits, chooser)
+        self._drafter.begin(chooser.guess)
         self._speculation = SpeculativeLogits(self._logits, self._cache, self._drafter, self._pace, longest)
-        return HostDecoder(self._speculation, sampler)
+        return HostDecoder(self._speculation, chooser)
 
 
 def runs_on_device(model: Transformer, size: int) -> bool:

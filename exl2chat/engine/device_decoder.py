@@ -35,6 +35,8 @@ class DeviceDecoder:
     reads, and what uses the cache next overwrites it: all work on a cache is queued on one stream.
     """
 
+    chooser = None
+
     def __init__(self, steps: Steps, cache: KVCache, settings: Sampling, longest: int) -> None:
         """The sequence gets `longest` tokens at most: no step is queued that would draw more."""
         seed = secrets.randbits(32) if settings.seed is None else settings.seed

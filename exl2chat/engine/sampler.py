@@ -109,6 +109,11 @@ class Sampler:
         self._target = Target(settings.mirostat_tau, settings.mirostat_eta, settings.mirostat_mu)
         self._offered: Candidates | None = None
 
+    @property
+    def surprise_limit(self) -> float:
+        """Mirostat's limit for the next token. With it as `mirostat_mu`, another sampler goes on from here."""
+        return self._target.limit
+
     def sample(self, logits: NDArray[np.float32], position: int) -> int:
         """The token at absolute `position` given its `logits` [V] float32, which are left as they are.
 

@@ -1,7 +1,7 @@
 """A model whose next token depends on every token in its cache, and a tokenizer of bytes: no weights needed."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -68,17 +68,24 @@ class FakeTokenizer:
     """Ids below 256 are bytes; `MARK` is shown only among special tokens. Ids from `size` on are no tokens."""
 
     eos_ids = frozenset({END})
+    special_ids = frozenset({END, OTHER_END, MARK})
 
-    def __init__(self, size: int = VOCABULARY) -> None:
-        self.size = size
+    def __init__(self, size: int = VOCABULARY, words: Sequence[str] = ()) -> None:
+        """`words` are tokens too: the last of the bytes, which no test writes."""
+        self.size = self.vocab_size = size
+        self.words = dict(enumerate(map(str.encode, words), BYTES - len(words)))
 
     def token_of(self, token: int) -> str:
         return f"<{token}>" if token < self.size else ""
 
-    def detokenizer(self, special: bool = False, continuing: bool = False) -> Detokenizer:
-        def piece(token: int) -> Piece | None:
-            if token >= BYTES:
-                return Piece(b"<mark>", b"<mark>") if special else None
-            return Piece(bytes([token]).strip(b" "), bytes([token]))
+    def id_of(self, word: str) -> int:
+        return next(token for token, text in self.words.items() if text == word.encode())
 
-        return Detokenizer(piece, continuing)
+    def piece(self, token: int, special: bool = False) -> Piece | None:
+        if token >= BYTES:
+            return Piece(b"<mark>", b"<mark>") if special else None
+        text = self.words.get(token, bytes([token]))
+        return Piece(text.removeprefix(b" "), text)
+
+    def detokenizer(self, special: bool = False, continuing: bool = False) -> Detokenizer:
+        return Detokenizer(lambda token: self.piece(token, special), continuing)

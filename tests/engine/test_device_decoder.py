@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exl2chat.engine.choosing import Limits
 from exl2chat.engine.decoders import ON_DEVICE, Decoders, HostDecoder, known_to_device
 from exl2chat.engine.device_decoder import DEPTH, DeviceDecoder
 from exl2chat.engine.generators.streaming import StreamingGenerator, StreamResult
@@ -106,7 +107,9 @@ def on_device(eager: bool) -> tuple[StreamingGenerator, Device]:
     subject = StreamingGenerator(device, device.memory, FakeTokenizer())  # type: ignore[arg-type]
 
     class OnDevice(Decoders):
-        def choose(self, settings: Sampling, _tokens: Sequence[int], longest: int) -> DeviceDecoder:
+        def choose(  # type: ignore[override]
+            self, settings: Sampling, _tokens: Sequence[int], longest: int, _limits: Limits | None = None
+        ) -> DeviceDecoder:
             return DeviceDecoder(device, device.memory, settings, longest)  # type: ignore[arg-type]
 
     subject._decoders = OnDevice(device, device.memory, None, VOCABULARY)  # type: ignore[arg-type]

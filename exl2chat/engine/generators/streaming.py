@@ -7,11 +7,14 @@ import msgspec
 import torch
 
 from exl2chat.engine.cache import KVCache
+from exl2chat.engine.choosing import Chooser, Limits, TokenDetails, describe
+from exl2chat.engine.constraints import Constraint
 from exl2chat.engine.decoders import MOST_DRAFTS, Decoder, Decoders
 from exl2chat.engine.drafting import Speculate, choose_drafter
+from exl2chat.engine.healing import Healer
 from exl2chat.engine.samplers.vocabulary import Vocabulary
 from exl2chat.engine.speculation import Speculated
-from exl2chat.engine.stopping import StopConditions, StopReason, StopStrings
+from exl2chat.engine.stopping import Banned, Gate, Passed, StopConditions, StopReason
 from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.errors import ChatError, ContextError, UsageError
 from exl2chat.model.detokenizer import Detokenizer
@@ -22,17 +25,51 @@ OnPrefill = Callable[[int, int, int], None]
 Abort = Callable[[], bool]
 
 
+class Extras(msgspec.Struct, frozen=True):
+    """What a reply may be asked for besides its text. With any of it the host draws, on a GPU too.
+
+    constraint: what the reply is; it ends as soon as that is complete. prefer_end: end it as soon as the constraint
+    allows it. token_healing: the first token takes the place of the prompt's last one, whose text it repeats and goes
+    on from, unless that is the only one, hidden, or no whole characters. banned_strings, in any case of their letters,
+    do not come to be: tokens are taken back and others drawn. return_probabilities, return_top_tokens (so many) and
+    return_logits fill `StreamResult.details`.
+    """
+
+    constraint: Constraint | None = None
+    prefer_end: bool = False
+    token_healing: bool = False
+    banned_strings: tuple[str, ...] = ()
+    return_probabilities: bool = False
+    return_top_tokens: int = 0
+    return_logits: bool = False
+
+    def __post_init__(self) -> None:
+        if self.return_top_tokens < 0:
+            raise UsageError(f"return_top_tokens is {self.return_top_tokens}", "it is at least 0")
+
+    @property
+    def wants_details(self) -> bool:
+        return self.return_probabilities or self.return_top_tokens > 0 or self.return_logits
+
+
+PLAIN = Extras()
+NOTHING = Passed()
+
+
 class StreamResult(msgspec.Struct, frozen=True):
     """What one step added to the reply.
 
-    `text` may be "" while a character or a stop string is forming; `tokens` are withheld while text is. A stop id and
-    the tokens of a stop string are in no result. `reply_tokens` counts everything generated so far.
+    `text` may be "" while a character, a stop string or a banned one is forming; `tokens` are withheld while text is,
+    and so are their `details`. A stop id and the tokens of a stop string are in no result. `reply_tokens` counts the
+    tokens of the reply so far. suppressed: text that was taken back, as a banned string was in it.
     """
 
     text: str
     tokens: tuple[int, ...]
     reply_tokens: int
     stop_reason: StopReason | None = None
+    suppressed: str = ""
+    details: tuple[TokenDetails, ...] = ()
 
     @property
     def eos(self) -> bool:
@@ -50,22 +87,33 @@ class StreamStart(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Reply:
-    """The reply being written."""
+    """The reply being written. `start` is where it begins in the sequence, with the text of `healed` again."""
 
     decoder: Decoder
+    new_detokenizer: Callable[[], Detokenizer]
     detokenizer: Detokenizer
     stop_ids: frozenset[int]
-    stops: StopStrings
+    gate: Gate
     limit: int | None
     abort: Abort
-    held: list[int] = field(default_factory=list)
-    count: int = 0
+    settings: Sampling
+    extras: Extras
+    start: int
+    healed: str
+    held: list[tuple[int, TokenDetails | None]] = field(default_factory=list)
     reason: StopReason | None = None
 
-    def release(self) -> tuple[int, ...]:
-        """The held tokens, held no longer."""
-        tokens, self.held = tuple(self.held), []
-        return tokens
+    def text_of(self, token: int, position: int) -> str:
+        """The characters that the next token completes."""
+        text = self.detokenizer.push(token)
+        return text.removeprefix(self.healed) if position == self.start else text
+
+    def result(self, passed: Passed, count: int) -> StreamResult:
+        """The result of a step after which the reply has `count` tokens."""
+        out, self.held = self.held[: passed.tokens], self.held[passed.tokens :]
+        tokens = tuple(token for token, _ in out)
+        details = tuple(details for _, details in out if details)
+        return StreamResult(passed.text, tokens, count, self.reason, details=details)
 
 
 class StreamingGenerator:
@@ -90,15 +138,15 @@ class StreamingGenerator:
         draft model's cache, by default one as long as `cache`, is used by nobody else. UsageError for a draft model
         with fewer tokens than `model`."""
         self._model, self._cache, self._tokenizer = model, cache, tokenizer
-        self._vocabulary = _known_ids(tokenizer, model.config.vocab_size)
         if num_speculative_tokens < 1:
             raise UsageError(f"num_speculative_tokens is {num_speculative_tokens}", "it is at least 1")
+        self._size = _known_ids(tokenizer, model.config.vocab_size)
+        self._vocabulary = Vocabulary(tokenizer)
         if draft_model is not None and draft_cache is None:
             draft_cache = draft_model.new_cache(cache.capacity)
-        drafter = choose_drafter(speculate, model, draft_model, draft_cache, self._vocabulary)
-        self._decoders = Decoders(
-            model, cache, Vocabulary(tokenizer), self._vocabulary, drafter, num_speculative_tokens
-        )
+        drafter = choose_drafter(speculate, model, draft_model, draft_cache, self._size)
+        self._decoders = Decoders(model, cache, self._vocabulary, self._size, drafter, num_speculative_tokens)
+        self._healer = Healer(tokenizer, self._size)
         self._conditions = StopConditions(tokenizer.eos_ids)
         self._reply: _Reply | None = None
         self._filled = 0
@@ -126,6 +174,7 @@ class StreamingGenerator:
         on_prefill: OnPrefill | None = None,
         decode_special_tokens: bool = False,
         continuing: bool = False,
+        extras: Extras = PLAIN,
     ) -> StreamStart:
         """Read the prompt: all but its last token go into the cache, less the longest prefix that is there already.
 
@@ -138,57 +187,124 @@ class StreamingGenerator:
         ids = self._checked(input_ids)
         if max_new_tokens is not None and max_new_tokens < 1:
             raise UsageError(f"max_new_tokens is {max_new_tokens}", "it is at least 1")
+        gate = Gate(self._conditions.strings, extras.banned_strings)
+        healed = self._take_healed(ids, extras)
+        limits = self._limits(extras, healed, continuing)
         cached = self._reuse(ids)
         longest = min(self._cache.capacity, len(ids) + (max_new_tokens or self._cache.capacity))
+        decoder = self._decoders.choose(settings, ids, longest, limits)
+
+        def new_detokenizer() -> Detokenizer:
+            return self._tokenizer.detokenizer(decode_special_tokens, continuing or healed is not None)
+
         reply = _Reply(
-            self._decoders.choose(settings, ids, longest),
-            self._tokenizer.detokenizer(decode_special_tokens, continuing),
+            decoder,
+            new_detokenizer,
+            new_detokenizer(),
             self._conditions.ids,
-            StopStrings(self._conditions.strings),
+            gate,
             max_new_tokens,
             abort,
+            settings,
+            extras,
+            len(ids),
+            "" if healed is None else self._healer.text(healed),
         )
         self._prefill(reply.abort, cached, on_prefill)
         self._reply = reply
-        return StreamStart(len(ids), cached, reply.decoder.seed)
+        return StreamStart(len(ids), cached, decoder.seed)
 
-    def stream_ex(self) -> StreamResult:
-        """Generate one token. A result with a stop reason completes the reply; further calls repeat the reason."""
+    def _take_healed(self, ids: list[int], extras: Extras) -> int | None:
+        """Take the token that is to be healed off the prompt."""
+        heals = extras.token_healing and len(ids) > 1 and self._healer.text(ids[-1]) != ""
+        return ids.pop() if heals else None
+
+    def _limits(self, extras: Extras, healed: int | None, continuing: bool) -> Limits | None:
+        """What limits the reply; None if nothing does and nobody asks what a GPU cannot tell."""
+        if extras == PLAIN:
+            return None
+        if extras.constraint:
+            extras.constraint.begin(continuing or healed is not None, healed)
+        first = None if healed is None else self._healer.continuations(healed)
+        return Limits(extras.constraint, self._conditions.ids if extras.prefer_end else frozenset(), first)
+
+    def stream_ex(self, banned: Collection[int] = ()) -> StreamResult:
+        """Generate one token, which is none of `banned`. A result with a stop reason completes the reply; further calls
+        repeat the reason. No token is added where a banned string came to be: then some are taken back."""
         reply = self._reply
         if reply is None:
             raise ChatError("no reply was begun", "call begin_stream_ex first")
         if reply.reason is not None:
-            return StreamResult("", (), reply.count, reply.reason)
+            return reply.result(NOTHING, self._count(reply))
         if reply.abort():
             return self._finish(reply, "stopped")
+        if reply.decoder.chooser and reply.decoder.chooser.finished:  # as a grammar of the empty text is from the start
+            return self._finish(reply, "eos")
+        if banned:
+            self._chooser(reply).ban(len(self.tokens), banned)
         try:
             token = reply.decoder.next(self.tokens)
         finally:
             self._filled = self._cache.length
         self.tokens.append(token)
-        reply.count += 1
         if token in reply.stop_ids:
             return self._finish(reply, "eos")
         return self._emit(reply, token)
 
+    def _chooser(self, reply: _Reply) -> Chooser:
+        """What chooses the tokens of the reply. Until now a GPU may have drawn them, with the same noise."""
+        if reply.decoder.chooser is None:
+            settings = msgspec.structs.replace(reply.settings, seed=reply.decoder.seed)
+            reply.decoder = self._decoders.choose(settings, self.tokens, self._cache.capacity, Limits())
+        chooser = reply.decoder.chooser
+        if chooser is None:
+            raise TypeError("a decoder on the host has a chooser")
+        return chooser
+
+    def _count(self, reply: _Reply) -> int:
+        return len(self.tokens) - reply.start
+
     def _emit(self, reply: _Reply, token: int) -> StreamResult:
         """The result of an ordinary token: its text so far as it is certain, and whether the reply ends here."""
-        reply.held.append(token)
-        text = reply.stops.push(reply.detokenizer.push(token))
-        if reply.stops.found is not None:
+        reply.held.append((token, self._details(reply)))
+        passed = reply.gate.push(reply.text_of(token, len(self.tokens) - 1))
+        if reply.gate.banned:
+            return self._take_back(reply, reply.gate.banned)
+        if reply.gate.found is not None:
             reply.reason = "stop_string"
-            return StreamResult(text, (), reply.count, reply.reason)
-        if reply.count == reply.limit:
-            return self._finish(reply, "max_tokens", text)
-        if len(self.tokens) == self._cache.capacity:
-            return self._finish(reply, "context", text)
-        return StreamResult(text, () if reply.stops.held else reply.release(), reply.count)
+        elif reply.decoder.chooser and reply.decoder.chooser.finished:
+            return self._finish(reply, "eos", passed)
+        elif self._count(reply) == reply.limit:
+            return self._finish(reply, "max_tokens", passed)
+        elif len(self.tokens) == self._cache.capacity:
+            return self._finish(reply, "context", passed)
+        return reply.result(passed, self._count(reply))
 
-    def _finish(self, reply: _Reply, reason: StopReason, text: str = "") -> StreamResult:
-        """The last result: `text` and whatever was held back."""
+    def _details(self, reply: _Reply) -> TokenDetails | None:
+        extras = reply.extras
+        if not extras.wants_details or (drawn := self._chooser(reply).last) is None:
+            return None
+        return describe(drawn, extras.return_top_tokens, extras.return_logits)
+
+    def _take_back(self, reply: _Reply, banned: Banned) -> StreamResult:
+        """Go back to where a banned string began, and let another token begin there."""
+        taken = self.tokens[-banned.tokens :]
+        del self.tokens[-banned.tokens :], reply.held[-banned.tokens :]
+        self._cache.truncate(len(self.tokens) - 1)
+        self._filled = self._cache.length
+        chooser = self._chooser(reply)
+        chooser.rewind(self.tokens, len(taken))
+        chooser.ban(len(self.tokens), taken[:1])
+        reply.detokenizer = reply.new_detokenizer()
+        for token in self.tokens[reply.start :]:
+            reply.detokenizer.push(token)
+        return StreamResult("", (), self._count(reply), suppressed=banned.text)
+
+    def _finish(self, reply: _Reply, reason: StopReason, passed: Passed = NOTHING) -> StreamResult:
+        """The last result: what passed and whatever was held back."""
         reply.reason = reason
-        text += reply.stops.flush() + reply.detokenizer.flush()
-        return StreamResult(text, reply.release(), reply.count, reason)
+        text = passed.text + reply.gate.flush() + reply.detokenizer.flush()
+        return reply.result(Passed(text, len(reply.held)), self._count(reply))
 
     def _checked(self, input_ids: Sequence[int] | torch.Tensor) -> list[int]:
         """The prompt as a list; UsageError when it is no prompt, ContextError when it is too long."""
@@ -199,8 +315,8 @@ class StreamingGenerator:
         ids = list(input_ids)
         if not ids:
             raise UsageError("the prompt has no tokens", "give at least one")
-        if min(ids) < 0 or max(ids) >= self._vocabulary:
-            raise UsageError("the prompt has token ids that are no tokens", f"ids are 0 to {self._vocabulary - 1}")
+        if min(ids) < 0 or max(ids) >= self._size:
+            raise UsageError("the prompt has token ids that are no tokens", f"ids are 0 to {self._size - 1}")
         if (over := len(ids) + 1 - self._cache.capacity) > 0:
             larger = self._cache.capacity < self._model.config.context
             raise ContextError(

@@ -1,0 +1,33 @@
+"""Token healing: the last token of a prompt is taken back, and the reply begins with one that says as much or more."""
+
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from exl2chat.model.tokenizer import Tokenizer
+
+
+class Healer:
+    """Knows which tokens begin with the text of another. Its table is made when it is first used."""
+
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        """size: ids below it are tokens."""
+        self._tokenizer, self._size = tokenizer, size
+
+    def text(self, token: int) -> str:
+        """The text of a token inside a text; "" for one that is hidden or no whole characters: it cannot be healed."""
+        try:
+            return self._texts[token].decode()
+        except UnicodeDecodeError:
+            return ""
+
+    def continuations(self, token: int) -> NDArray[np.bool_]:
+        """The tokens that begin with the text of `token`, itself one of them, bool [size]."""
+        start = self._texts[token]
+        return np.array([text.startswith(start) and text != b"" for text in self._texts])
+
+    @cached_property
+    def _texts(self) -> list[bytes]:
+        pieces = map(self._tokenizer.piece, range(self._size))
+        return [piece.rest if piece else b"" for piece in pieces]

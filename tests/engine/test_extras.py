@@ -1,0 +1,363 @@
+"""What a reply may be asked for besides its text: constraints, healing, banned strings and how tokens were drawn."""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Self
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exl2chat.engine.compile_grammar import compile_json_schema, compile_regex
+from exl2chat.engine.constraints import AllOf
+from exl2chat.engine.filters import FilterConstraint
+from exl2chat.engine.generators.streaming import Extras, StreamingGenerator, StreamResult
+from exl2chat.engine.sampler import Sampler
+from exl2chat.engine.token_table import TokenTable
+from exl2chat.errors import ChatError, UsageError
+from exl2chat.settings import Sampling
+from tests.engine.fake_model import END, VOCABULARY, FakeCache, FakeModel, FakeTokenizer, saying
+
+GREEDY = Sampling(temperature=0)
+WARM = Sampling(temperature=1.0, top_p=1.0, seed=5)
+PROMPT = [65, 66, 67]
+
+
+def generator(model: FakeModel | None = None, words: Sequence[str] = (), capacity: int = 1000) -> StreamingGenerator:
+    return StreamingGenerator(model or FakeModel(), FakeCache(capacity), FakeTokenizer(words=words))  # type: ignore[arg-type]
+
+
+def table(words: Sequence[str] = ()) -> TokenTable:
+    return TokenTable(FakeTokenizer(words=words), VOCABULARY, {END})  # type: ignore[arg-type]
+
+
+def stream(subject: StreamingGenerator) -> Iterator[StreamResult]:
+    while True:
+        result = subject.stream_ex()
+        yield result
+        if result.eos:
+            return
+
+
+def reply(
+    subject: StreamingGenerator, extras: Extras, settings: Sampling = WARM, prompt: Sequence[int] = PROMPT, **more: Any
+) -> tuple[str, list[int], StreamResult]:
+    """Text, tokens and the last result."""
+    subject.begin_stream_ex(prompt, settings, extras=extras, **{"max_new_tokens": 40, **more})
+    results = list(stream(subject))
+    tokens = [token for result in results for token in result.tokens]
+    return "".join(result.text for result in results), tokens, results[-1]
+
+
+# Constraints
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_constrained_reply_is_what_was_asked_for_and_ends_there(seed: int) -> None:
+    settings = Sampling(temperature=1.5, top_p=1.0, seed=seed)
+    text, tokens, last = reply(generator(), Extras(constraint=compile_regex(table(), "[a-f]{3}-[0-9]{2}")), settings)
+    assert len(text) == 6
+    assert set(text[:3]) <= set("abcdef")
+    assert text[3] == "-"
+    assert text[4:].isdecimal()
+    assert (tokens, last.stop_reason, last.reply_tokens) == (list(text.encode()), "eos", 6)
+
+
+def test_what_a_model_wants_to_say_is_said_as_far_as_the_constraint_allows_it() -> None:
+    model = saying('{"n": 12}', 3)
+    schema = (
+        '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": false}'
+    )
+    text, _, last = reply(generator(model), Extras(constraint=compile_json_schema(table(), schema)), GREEDY)
+    assert (text, last.stop_reason) == ('{"n": 12}', "eos")
+
+
+def test_where_the_text_may_end_the_model_decides_and_may_be_made_to() -> None:
+    model = FakeModel(lambda tokens: END if len(tokens) == 8 else ord("a"))
+    rule = compile_regex(table(), "a+")
+    assert reply(generator(model), Extras(constraint=rule), GREEDY)[0] == "aaaaa"
+    assert reply(generator(model), Extras(constraint=rule, prefer_end=True), GREEDY)[0] == "a"
+
+
+def test_a_constraint_begins_anew_with_every_reply() -> None:
+    subject, rule = generator(), compile_regex(table(), "[xy]z")
+    first = reply(subject, Extras(constraint=rule))
+    assert reply(subject, Extras(constraint=rule))[:2] == first[:2]
+
+
+def test_a_constraint_of_nothing_ends_at_once_and_one_that_cannot_be_met_is_an_error() -> None:
+    text, tokens, last = reply(generator(saying("a", 3)), Extras(constraint=compile_regex(table(), "")))
+    assert (text, tokens, last.stop_reason) == ("", [], "eos")
+    impossible = AllOf([compile_regex(table(), "a"), compile_regex(table(), "b")])
+    with pytest.raises(ChatError, match="no token satisfies all filters"):
+        reply(generator(), Extras(constraint=impossible))
+
+
+def test_a_limit_cuts_a_constrained_reply_and_says_so() -> None:
+    text, _, last = reply(generator(), Extras(constraint=compile_regex(table(), "[ab]{9}")), max_new_tokens=4)
+    assert (len(text), last.stop_reason) == (4, "max_tokens")
+
+
+class Vowels:
+    """A filter as users write them: three vowels."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.prefix = "never"
+
+    def clone(self) -> Self:
+        raise NotImplementedError
+
+    def begin(self, prefix_str: str) -> None:
+        self.count, self.prefix = 0, prefix_str
+
+    def feed(self, token: torch.Tensor) -> None:
+        assert chr(int(token[0, 0])) in "aeiou"
+        self.count += 1
+
+    def next(self) -> tuple[Collection[int], Collection[int]]:
+        return sorted(b"aeiou"), sorted(b"aeiou") if self.count == 2 else []
+
+
+def test_a_filter_of_the_user_ends_the_reply_with_its_last_token() -> None:
+    rule = Vowels()
+    text, tokens, last = reply(generator(), Extras(constraint=FilterConstraint(table(), rule)))
+    assert (len(text), tokens, last.stop_reason, rule.prefix) == (3, list(text.encode()), "eos", "")
+    assert set(text) <= set("aeiou")
+
+
+def test_two_constraints_hold_at_once() -> None:
+    both = AllOf([FilterConstraint(table(), Vowels()), compile_regex(table(), "[a-f]+")])
+    assert set(reply(generator(), Extras(constraint=both))[0]) <= set("ae")
+
+
+# Token healing
+
+WORDS = (" quick", " quicker", "er", "qu", "quick")
+
+
+def test_a_healed_token_gives_way_to_one_that_says_more_and_only_that_is_text() -> None:
+    names = FakeTokenizer(words=WORDS)
+    quick, quicker = names.id_of(" quick"), names.id_of(" quicker")
+    model = FakeModel(lambda tokens: quicker if tokens[-1] == 65 else ord("!"))
+    subject = generator(model, WORDS)
+    start = subject.begin_stream_ex([65, quick], GREEDY, max_new_tokens=3, extras=Extras(token_healing=True))
+    assert start.prompt_tokens == 1
+    results = list(stream(subject))
+    assert [(result.text, result.tokens) for result in results] == [("er", (quicker,)), ("!", (33,)), ("!", (33,))]
+    assert subject.tokens == [65, quicker, 33, 33]
+
+
+@given(st.integers(0, 50))
+def test_a_healed_reply_continues_the_text_of_the_prompt(seed: int) -> None:
+    names = FakeTokenizer(words=WORDS)
+    settings = Sampling(temperature=2.0, top_p=1.0, seed=seed)
+    text, tokens, _ = reply(
+        generator(words=WORDS), Extras(token_healing=True), settings, [65, names.id_of("qu")], max_new_tokens=5
+    )
+    whole = names.detokenizer(continuing=True)
+    assert "qu" + text == "".join(map(whole.push, tokens)) + whole.flush()
+    assert tokens[0] in (names.id_of("qu"), names.id_of("quick"))
+
+
+@pytest.mark.parametrize("prompt", [[65], [65, END], [65, 0xC3]])
+def test_what_cannot_be_healed_is_left_as_it_is(prompt: list[int]) -> None:
+    """A prompt of one token, a hidden token, a part of a character."""
+    healed = reply(generator(), Extras(token_healing=True), prompt=prompt)
+    assert healed[:2] == reply(generator(), Extras(), prompt=prompt)[:2]
+
+
+def test_a_constraint_applies_to_what_a_healed_token_adds() -> None:
+    names = FakeTokenizer(words=WORDS)
+    rule = compile_regex(table(WORDS), "er!")
+    text, tokens, last = reply(
+        generator(words=WORDS), Extras(token_healing=True, constraint=rule), prompt=[65, names.id_of(" quick")]
+    )
+    assert (text, last.stop_reason) == ("er!", "eos")
+    whole = names.detokenizer(continuing=True)
+    assert "".join(map(whole.push, tokens)) == " quicker!"
+
+
+def test_a_filter_is_told_what_was_healed() -> None:
+    rule = Vowels()
+    reply(generator(), Extras(token_healing=True, constraint=FilterConstraint(table(), rule)), prompt=[65, ord("e")])
+    assert rule.prefix == "e"
+
+
+# Banned strings
+
+
+def test_a_banned_string_is_taken_back_and_another_token_stands_where_it_began() -> None:
+    def second_choice(tokens: list[int]) -> int:
+        return list(b"so bad it is")[len(tokens) - 3] if len(tokens) < 15 else END
+
+    subject = generator(FakeModel(second_choice))
+    subject.begin_stream_ex(PROMPT, GREEDY, extras=Extras(banned_strings=("BAD",)))
+    results = list(stream(subject))
+    text = "".join(result.text for result in results)
+    assert [result.suppressed for result in results if result.suppressed] == ["bad"]
+    assert (text[:3], text[4:]) == ("so ", "ad it is")
+    assert text[3] != "b"
+    assert [token for result in results for token in result.tokens] == list(text.encode())
+    assert subject.tokens == [*PROMPT, *text.encode(), END]
+    assert results[-1].reply_tokens == len(text) + 1
+
+
+RULES = [
+    Sampling(temperature=1.0, top_p=1.0, seed=3, repetition_penalty=1.4, presence_penalty=0.5),
+    Sampling(temperature=1.0, top_p=1.0, seed=4, dry_multiplier=2.0, dry_allowed_length=1, dry_breakers=()),
+    Sampling(temperature=1.0, top_p=1.0, seed=5, mirostat_tau=2.0, mirostat_eta=0.5),
+]
+
+
+class Few(FakeModel):
+    """Says a to d, each about as likely."""
+
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        logits = super().logits(tokens) / 3
+        logits[:97] = logits[101:] = -np.inf
+        return logits
+
+
+@pytest.mark.parametrize("settings", RULES)
+def test_after_a_rewind_all_goes_on_as_if_the_tokens_had_never_been(settings: Sampling) -> None:
+    """Sampler, cache and constraint: the same as a reply in which the bans were known beforehand, token by token."""
+    subject, rule = generator(Few()), compile_regex(table(), "[a-d]*")
+    extras = Extras(banned_strings=("aa", "bcd", "dd"), constraint=rule, return_logits=True)
+    subject.begin_stream_ex(PROMPT, settings, extras=extras, max_new_tokens=40)
+    bans: dict[int, set[int]] = {}
+    rewinds, details = 0, []
+    while not (result := subject.stream_ex()).eos:
+        details += result.details
+        if result.suppressed:
+            rewinds += 1
+            at = len(subject.tokens)
+            bans = {place: ids for place, ids in bans.items() if place <= at} | {
+                at: bans.get(at, set()) | {ord(result.suppressed[0])}
+            }
+    details += result.details
+    assert rewinds > 2
+    straight = generator(Few())
+    straight.begin_stream_ex(PROMPT, settings, extras=Extras(constraint=rule, return_logits=True), max_new_tokens=40)
+    expected = [straight.stream_ex(banned=bans.get(len(straight.tokens), ())) for _ in range(40)]
+    assert subject.tokens == straight.tokens
+    for mine, theirs in zip(details, [detail for result in expected for detail in result.details], strict=True):
+        assert mine.logits is not None
+        assert theirs.logits is not None
+        assert (mine.logits == theirs.logits).all()
+
+
+@given(st.lists(st.text("abcdABé", min_size=1, max_size=3), min_size=1, max_size=4), st.integers(0, 20))
+def test_no_banned_string_is_ever_shown(banned: list[str], seed: int) -> None:
+    subject = generator(Few())
+    subject.begin_stream_ex(PROMPT, Sampling(seed=seed), extras=Extras(banned_strings=tuple(banned)), max_new_tokens=30)
+    if {"a", "b", "c", "d"} <= {text.lower() for text in banned}:  # nothing is left
+        with pytest.raises(ChatError, match="logits that are not numbers"):
+            list(stream(subject))
+        return
+    results = list(stream(subject))
+    shown, tokens = "".join(result.text for result in results), [token for r in results for token in r.tokens]
+    assert not any(text.lower() in shown for text in banned)
+    assert bytes(tokens).decode() == shown
+    assert subject.tokens == [*PROMPT, *tokens]
+
+
+def test_a_banned_string_that_the_constraint_insists_on_is_an_error() -> None:
+    rule = compile_regex(table(), "yes")
+    with pytest.raises(ChatError, match="no token may come next"):
+        reply(generator(), Extras(constraint=rule, banned_strings=("es",)))
+
+
+def test_a_stop_string_may_begin_within_what_a_ban_holds() -> None:
+    subject = generator(saying("one bad end", 3))
+    subject.set_stop_conditions(["ba"])
+    text, tokens, last = reply(subject, Extras(banned_strings=("bad",)), GREEDY)
+    assert (text, tokens, last.stop_reason) == ("one ", list(b"one "), "stop_string")
+
+
+def test_banned_characters_of_several_tokens_are_taken_back_whole() -> None:
+    subject = generator(saying("né!", 3))
+    text, tokens, _ = reply(subject, Extras(banned_strings=("É",)), GREEDY, max_new_tokens=4)
+    assert "é" not in text
+    assert tokens[1] != 0xC3
+
+
+@pytest.mark.parametrize("bad", [("",), "abc", (None,)])
+def test_what_is_no_list_of_texts_is_refused(bad: Any) -> None:
+    with pytest.raises(ValueError, match="no list of texts"):
+        generator().begin_stream_ex(PROMPT, GREEDY, extras=Extras(banned_strings=bad))
+
+
+# Tokens that may not come next
+
+
+def test_a_token_banned_for_a_step_is_not_drawn_in_that_step() -> None:
+    subject = generator(saying("aaaa", 3))
+    subject.begin_stream_ex(PROMPT, GREEDY)
+    assert [subject.stream_ex().text, subject.stream_ex(banned=[97]).text != "a", subject.stream_ex().text] == [
+        "a", True, "a",
+    ]  # fmt: skip
+
+
+# How tokens were drawn
+
+
+def test_probabilities_and_top_tokens_are_those_of_what_the_settings_leave() -> None:
+    model = FakeModel()
+    settings = Sampling(temperature=0.7, top_k=4, top_p=1.0, seed=2)
+    subject = generator(model)
+    subject.begin_stream_ex(PROMPT, settings, max_new_tokens=6, extras=Extras(return_top_tokens=6))
+    for result in stream(subject):
+        position = len(subject.tokens) - 1
+        logits = model.logits(subject.tokens[:-1])
+        left = Sampler(settings, PROMPT).candidates(logits, position)
+        weights = np.exp(left.logits.astype(np.float64))
+        expected = dict(zip(left.ids.tolist(), (weights / weights.sum()).tolist(), strict=True))
+        (details,) = result.details
+        assert [id for id, _ in details.top] == sorted(expected, key=lambda id: -expected[id])
+        assert dict(details.top) == pytest.approx(expected, rel=1e-5)
+        assert details.probability == pytest.approx(expected[subject.tokens[-1]], rel=1e-5)
+        assert details.logits is None
+
+
+def test_logits_are_those_of_the_model_whatever_was_masked_and_stay_as_they_are() -> None:
+    """exllamav2's sampler works in place: its logits come back with penalties and masks in them."""
+    model = FakeModel()
+    subject = generator(model)
+    settings = Sampling(temperature=0.5, seed=1, repetition_penalty=1.5)
+    extras = Extras(return_logits=True, constraint=compile_regex(table(), "[a-c]{5}"), banned_strings=("ab",))
+    subject.begin_stream_ex(PROMPT, settings, extras=extras)
+    details = [detail for result in stream(subject) for detail in result.details]
+    assert len(details) == 5
+    for count, detail in enumerate(details):
+        assert detail.logits is not None
+        assert (detail.logits == model.logits(subject.tokens[: len(PROMPT) + count])).all()
+
+
+def test_details_are_withheld_with_their_tokens_and_come_with_none_too_few() -> None:
+    subject = generator(saying("a\nUser b", 3))
+    subject.set_stop_conditions([END, "\nUser:"])
+    subject.begin_stream_ex(PROMPT, GREEDY, extras=Extras(return_probabilities=True))
+    results = list(stream(subject))
+    assert [len(result.details) for result in results] == [len(result.tokens) for result in results]
+    assert sum(len(result.tokens) for result in results) == 8
+    assert all(detail.probability == 1 for result in results for detail in result.details)
+
+
+def test_without_being_asked_nothing_is_told() -> None:
+    assert reply(generator(), Extras())[2].details == ()
+    with pytest.raises(UsageError, match="return_top_tokens"):
+        Extras(return_top_tokens=-1)
+
+
+# The vocabulary
+
+
+def test_the_sampler_knows_the_tokenizers_vocabulary() -> None:
+    """With its sequence breakers: a passage may be repeated after a full stop, unless the settings name no breakers."""
+    model, prompt = FakeModel(lambda tokens: list(b"b.")[len(tokens) % 2]), list(b"b.b.b.")
+    asked = Sampling(temperature=0, dry_multiplier=100.0)
+    assert reply(generator(model), Extras(), asked, prompt, max_new_tokens=1)[0] == "b"
+    free = Sampling(temperature=0, dry_multiplier=100.0, dry_breakers=())
+    assert reply(generator(model), Extras(), free, prompt, max_new_tokens=1)[0] != "b"
