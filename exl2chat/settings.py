@@ -187,6 +187,7 @@ STEPS = (
     "top_n_sigma", "smoothing", "temperature", "top_k", "top_p", "top_a", "min_p", "tfs", "typical_p", "mirostat",
     "dynamic_temperature", "xtc", "skew",
 )  # fmt: skip
+SPECULATE = ("auto", "draft", "ngram", "off")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -202,6 +203,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("device", str, "auto", "where the model runs", "model", choices=("auto", "cpu", "cuda")),
     Option("dtype", str, "auto", "arithmetic; float32 is exact", "model", choices=DTYPES),
     Option("context", int, None, "context in tokens; unset: up to 8192", "model", low=256, flag_name="--ctx"),
+    Option("draft_model", str, None, "a smaller model with the same tokenizer, to guess tokens ahead", "model"),
+    Option("speculate", str, "auto", "what guesses tokens ahead; replies stay the same", "model", choices=SPECULATE),
     Option("system", str, None, "the system prompt; unset: what the model's template says", "chat"),
     Option("max_tokens", int, None, "longest reply in tokens; unset: until the model ends it", "chat", low=1),
     Option("temperature", float, 0.8, "0 is greedy, 1 the model's own distribution", "sampling", low=0, high=10),
