@@ -3,6 +3,7 @@
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,16 +76,18 @@ def measure(folder: Path | None, shape: str | None, settings: Settings, progress
 
     from exl2chat.engine import placement
     from exl2chat.engine.benchmark import measure as measure_model
+    from exl2chat.engine.cache import BITS
     from exl2chat.engine.step_benchmark import as_objects
 
     device = placement.choose_device(settings["device"])
     dtype = placement.choose_dtype(settings["dtype"], device)
+    bits = BITS[settings["cache"]]
     start = time.perf_counter()
     if folder is None:
-        model, budget = _make(shape or "", device, dtype, settings["context"], progress)
+        model, budget = _make(shape or "", device, dtype, bits, settings["context"], progress)
         quantization = "random weights"
     else:
-        model, budget, quantization = _load(folder, device, dtype, settings["context"], progress)
+        model, budget, quantization = _load(folder, device, dtype, bits, settings["context"], progress)
     loaded = time.perf_counter()
     model.warm_up(model.new_cache(budget.context), progress)
     ready = time.perf_counter()
@@ -95,6 +98,7 @@ def measure(folder: Path | None, shape: str | None, settings: Settings, progress
         "device": device.type,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "dtype": str(dtype).removeprefix("torch."),
+        "cache": settings["cache"],
         "threads": torch.get_num_threads(),
         "memory": str(budget),
         "weight_bytes": model.weight_bytes,
@@ -106,7 +110,7 @@ def measure(folder: Path | None, shape: str | None, settings: Settings, progress
 
 
 def _load(
-    folder: Path, device: "torch.device", dtype: "torch.dtype", asked: int | None, progress: Tell
+    folder: Path, device: "torch.device", dtype: "torch.dtype", bits: int, asked: int | None, progress: Tell
 ) -> "tuple[Transformer, Budget, str]":
     from exl2chat.engine import placement
     from exl2chat.engine.benchmark import workload
@@ -114,30 +118,32 @@ def _load(
 
     checkpoint = open_checkpoint(folder)
     placement.check_context(checkpoint, asked)
-    candidate = placement.candidate(checkpoint, device, dtype)
+    candidate = placement.candidate(checkpoint, device, dtype, bits)
     budget = placement.plan_memory(candidate, device, dtype, asked, usual=workload(device).room)
     progress(f"loading {budget}")
-    return Transformer.load(checkpoint, device, dtype, progress), budget, checkpoint.quantization
+    return Transformer.load(checkpoint, device, dtype, progress, bits), budget, checkpoint.quantization
 
 
 def _make(
-    name: str, device: "torch.device", dtype: "torch.dtype", asked: int | None, progress: Tell
+    name: str, device: "torch.device", dtype: "torch.dtype", bits: int, asked: int | None, progress: Tell
 ) -> "tuple[Transformer, Budget]":
     from exl2chat.engine import placement, shapes
     from exl2chat.engine.benchmark import workload
 
     shape = shapes.SHAPES[name]
     weights = shape.weight_bytes(device, dtype)
-    candidate = placement.Candidate(f"--shape {name}", shape.config(), weights)
+    candidate = placement.Candidate(f"--shape {name}", shape.config(), weights, bits)
     budget = placement.plan_memory(candidate, device, dtype, asked, usual=workload(device).room)
-    return shapes.random_model(shape, device, dtype, progress), budget
+    return replace(shapes.random_model(shape, device, dtype, progress), cache_bits=bits), budget
 
 
 def show_report(report: Report) -> None:
     """The report for a person, on stdout."""
     threads = "thread" if report["threads"] == 1 else "threads"
     where = report["gpu"] or f"{report['threads']} {threads}"
-    print(scrub_line(f"{report['model']}: {report['quantization']}, {report['dtype']}, {where}"))
+    print(
+        scrub_line(f"{report['model']}: {report['quantization']}, {report['dtype']}, cache {report['cache']}, {where}")
+    )
     Console().print(as_table(report))
     for ceiling in dict.fromkeys(row["ceiling"] for row in report["rows"]):
         print(f"ceiling of {' and '.join(_kinds(report, ceiling))}: {ceiling}")

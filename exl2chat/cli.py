@@ -151,6 +151,14 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+class _Joined(argparse.Action):
+    """Keep every value of a flag, with commas between them."""
+
+    def __call__(self, _: object, namespace: argparse.Namespace, value: Any, __: object = None) -> None:
+        before = getattr(namespace, self.dest, "")
+        setattr(namespace, self.dest, f"{before},{value}" if before else value)
+
+
 def parser() -> _Parser:
     parser = _Parser(
         prog="exl2chat",
@@ -206,5 +214,6 @@ def _argument(row: Option) -> dict[str, Any]:
         "default": argparse.SUPPRESS,
         "type": lambda text: row.parse(text, row.flag),
         "metavar": metavar,
+        "action": _Joined if row.repeats else "store",
         "help": row.help if row.default is None else f"{row.help} (default {row.default})",
     }

@@ -13,6 +13,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,9 @@ SOURCES = (
     "engine/step_benchmark.py",
     "engine/tiling.py",
     "ops/attention.py",
+    "ops/cache_format.py",
     "ops/cuda.py",
+    "ops/cuda_attention.py",
     "ops/cuda_prefill.py",
     "ops/gemm.py",
     "ops/kernel_benchmark.py",
@@ -102,13 +105,17 @@ def measure_shapes(device: "torch.device", bandwidth: float, progress: Progress)
     """The rows of whole models by the name of their shape, as `exl2chat bench --shape` prints them."""
     import torch
 
+    from exl2chat.engine.cache import BITS
     from exl2chat.engine.shapes import SHAPES, random_model
-    from exl2chat.engine.step_benchmark import SHORT_WORKLOAD, WORKLOAD, as_objects, measure_steps
+    from exl2chat.engine.step_benchmark import CACHE_WORKLOAD, SHORT_WORKLOAD, WORKLOAD, as_objects, measure_steps
 
     tables = {}
-    for name, work in (("llama-8b", WORKLOAD), ("llama-1b", SHORT_WORKLOAD)):
+    for name, work, caches in (("llama-8b", WORKLOAD, ("q8", "q6", "q4")), ("llama-1b", SHORT_WORKLOAD, ())):
         model = random_model(SHAPES[name], device, torch.float16, progress)
         tables[name] = as_objects(measure_steps(model, bandwidth, work, progress))
+        for cache in caches:
+            model = replace(model, cache_bits=BITS[cache])
+            tables[f"{name} {cache}"] = as_objects(measure_steps(model, bandwidth, CACHE_WORKLOAD, progress))
         del model
         torch.cuda.empty_cache()
     return tables

@@ -19,11 +19,12 @@ from exl2chat.chat.events import (
     ReplyFinished,
     ReplyText,
 )
+from exl2chat.chat.forms import Kind, form_of
 from exl2chat.chat.grammar import literal
 from exl2chat.chat.session import Session
-from exl2chat.errors import UsageError, error_for
+from exl2chat.errors import ChatError, UsageError, error_for
 from exl2chat.link.choose import choose_engine
-from exl2chat.link.protocol import Stats
+from exl2chat.link.protocol import Form, Stats
 from exl2chat.paths import Paths
 from exl2chat.safetext import Scrubber, scrub_line
 from exl2chat.settings import Settings
@@ -46,16 +47,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stats", action="store_true", help="print speed and counts on the standard error, if piped too"
     )
+    form = parser.add_argument_group("what the answer must be").add_mutually_exclusive_group()
+    form.add_argument("--json-schema", metavar="SCHEMA", help="JSON of this schema: a file, or the schema itself")
+    form.add_argument("--regex", metavar="EXPRESSION", help="what this regular expression matches as a whole")
+    form.add_argument("--grammar", metavar="GRAMMAR", help="a grammar, Lark or GBNF: a file, or the grammar itself")
 
 
 def main(args: argparse.Namespace, settings: Settings, paths: Paths) -> int:
     """Answer the prompt; the exit status."""
-    return answer_in(Session.in_memory(), args, settings, paths)
+    said: dict[Kind, str | None] = {"json": args.json_schema, "regex": args.regex, "grammar": args.grammar}
+    form = next((form_of(kind, text) for kind, text in said.items() if text is not None), None)
+    return answer_in(Session.in_memory(), args, settings, paths, form)
 
 
-def answer_in(session: Session, args: argparse.Namespace, settings: Settings, paths: Paths) -> int:
+def answer_in(
+    session: Session, args: argparse.Namespace, settings: Settings, paths: Paths, form: Form | None = None
+) -> int:
     """Answer the prompt as the next message of `session`; the exit status."""
     controller = Controller(choose_engine(args.engine, paths), settings, paths, session)
+    controller.form = form
     return asyncio.run(answer(read_prompt(args.prompt), controller, args.json, args.stats))
 
 
@@ -72,7 +82,7 @@ async def answer(prompt: str, controller: Controller, as_json: bool = False, sta
     """Print the reply to `prompt` as it comes, or as one JSON object; the exit status.
 
     An interrupt stops the reply, keeps what there is of it and gives 130. ChatError when there is no reply, or only
-    a part of one because the engine failed.
+    a part of one because the engine failed, or one that was cut off before it had the form it must have.
     """
     listener = _Listener(controller, None if as_json else _Printer())
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, listener.interrupt)
@@ -91,6 +101,9 @@ async def answer(prompt: str, controller: Controller, as_json: bool = False, sta
         print(json.dumps(_as_object(message), ensure_ascii=sys.stdout.isatty()))
     if stats or sys.stderr.isatty():
         print(_summary(message), file=sys.stderr)
+    if controller.form and message.stop != "eos" and not listener.interrupted:
+        cut = f"the answer is not complete: it was ended by {message.stop}"
+        raise ChatError(cut, "allow for more: --max-tokens, --ctx")
     return INTERRUPTED if listener.interrupted else 0
 
 

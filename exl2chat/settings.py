@@ -100,7 +100,8 @@ class Sampling(msgspec.Struct, frozen=True):
 class Option:
     """One option. `low` and `high` are inclusive; `choices` are the words a str may be, `words` those it may list.
 
-    `rare` ones are named but not explained by --help.
+    `rare` ones are named but not explained by --help. The flag of one that `repeats` may be given several times: its
+    values are joined by commas.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Option:
     flag_name: str = ""
     words: tuple[str, ...] = ()
     rare: bool = False
+    repeats: bool = False
 
     @property
     def flag(self) -> str:
@@ -188,6 +190,7 @@ STEPS = (
     "dynamic_temperature", "xtc", "skew",
 )  # fmt: skip
 SPECULATE = ("auto", "draft", "ngram", "off")
+CACHES = ("fp16", "q8", "q6", "q4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -202,10 +205,12 @@ OPTIONS: tuple[Option, ...] = (
     Option("model", str, "smollm2", "a model folder, a hub reference (org/name:4.0bpw) or smollm2", "model"),
     Option("device", str, "auto", "where the model runs", "model", choices=("auto", "cpu", "cuda")),
     Option("dtype", str, "auto", "arithmetic; float32 is exact", "model", choices=DTYPES),
+    Option("cache", str, "fp16", "what keys and values are kept in; fewer bits: more context", "model", choices=CACHES),
     Option("context", int, None, "context in tokens; unset: up to 8192", "model", low=256, flag_name="--ctx"),
     Option("draft_model", str, None, "a smaller model with the same tokenizer, to guess tokens ahead", "model"),
     Option("speculate", str, "auto", "what guesses tokens ahead; replies stay the same", "model", choices=SPECULATE),
     Option("system", str, None, "the system prompt; unset: what the model's template says", "chat"),
+    Option("lora", str, None, "LoRA folders, FOLDER or FOLDER:SCALE, with commas between", "chat", repeats=True),
     Option("max_tokens", int, None, "longest reply in tokens; unset: until the model ends it", "chat", low=1),
     Option("temperature", float, 0.8, "0 is greedy, 1 the model's own distribution", "sampling", low=0, high=10),
     Option("top_k", int, 0, "keep the k likeliest tokens; 0 is off", "sampling", low=0),

@@ -34,6 +34,12 @@ def test_every_command_takes_the_common_flags_and_lists_those_that_mean_somethin
     cli.parser().parse_args([*filter(None, [name]), "--top-k", "3"])
 
 
+@pytest.mark.parametrize("argv", [["run", "--lora", "a:0.5", "--lora", "b"], ["--lora", "a:0.5,b", "run"]])
+def test_a_flag_that_repeats_keeps_every_value(argv):
+    assert cli.parser().parse_args([*argv, "--top-k", "1", "--top-k", "2"]).lora == "a:0.5,b"
+    assert cli.parser().parse_args([*argv, "--top-k", "1", "--top-k", "2"]).top_k == 2
+
+
 def test_help_names_examples_exit_codes_and_files(command):
     _, out, _ = command("--help")
     for word in ("examples:", "exit status:", "config.toml", "130", *(entry.name for entry in cli.COMMANDS)):

@@ -16,6 +16,7 @@ from exl2chat import cli
 from exl2chat.chat.controller import Controller
 from exl2chat.chat.events import Message
 from exl2chat.chat.session import Session
+from exl2chat.link.protocol import Form
 from exl2chat.link.scripted import Die, Fail, Finish, Hold, Read, Say, Script, ScriptedEngine
 from exl2chat.paths import Paths
 from exl2chat.run import answer
@@ -256,3 +257,46 @@ def test_what_the_chat_cannot_do_with_a_pipe_is_refused(script, flags, complaint
     assert done.returncode != 0
     assert complaint in done.stderr
     assert done.stdout == ""
+
+
+# What the answer must be
+
+
+@pytest.mark.parametrize(
+    ("argv", "form"),
+    [
+        (["--json-schema", '{"type": "object"}'], Form("json", '{"type": "object"}')),
+        (["--json-schema", "SCHEMA"], Form("json", "true", "SCHEMA")),
+        (["--regex", "a|b"], Form("regex", "a|b")),
+        (["--grammar", 'start: "x"'], Form("grammar", 'start: "x"')),
+        ([], None),
+    ],
+)
+def test_what_the_answer_must_be_reaches_the_engine(monkeypatch, tmp_path, argv, form):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "SCHEMA").write_text("true")
+    engine = ScriptedEngine(Script(replies=((Say("ok"),),)))
+    monkeypatch.setattr("exl2chat.run.choose_engine", lambda *_: engine)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert cli.main(["run", "--home", str(tmp_path), "-p", "hi", *argv]) == 0
+    assert next(request for request in engine.requests if hasattr(request, "turns")).form == form
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["--json-schema", "nowhere.json"], "nowhere.json: No such file"),
+        (["--json-schema", '{"type": }'], "JSON schema: line 1, column 10: Expecting value"),
+        (["--grammar", "nowhere.lark"], "nowhere.lark: No such file"),
+        (["--regex", "a", "--grammar", "b:"], "not allowed with"),
+    ],
+)
+def test_what_cannot_be_read_fails_before_a_model_is_loaded(tmp_path, capsys, argv, complaint):
+    assert cli.main(["run", "--home", str(tmp_path), "--engine", "scripted:none", "-p", "hi", *argv]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_an_answer_cut_off_before_it_is_complete_is_a_failure(script):
+    done = run(*script(Say('{"a":'), Finish("max_tokens")), "-p", "hi", "--json-schema", "{}")
+    assert (done.returncode, done.stdout) == (1, '{"a":\n')
+    assert "not complete: it was ended by max_tokens" in done.stderr

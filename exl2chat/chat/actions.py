@@ -17,6 +17,7 @@ from exl2chat.chat.events import (
     ShowPage,
 )
 from exl2chat.chat.export import FORMATS, write_export
+from exl2chat.chat.forms import MEANING, Kind, form_of
 from exl2chat.chat.grammar import literal
 from exl2chat.chat.session import Session, find_session, slug
 from exl2chat.chat.tree import Tree
@@ -185,6 +186,38 @@ async def seed(controller: "Controller", argument: str) -> None:
         await _change(controller, "seed", None)
     else:
         await set_value(controller, f"seed {argument}")
+
+
+async def json_form(controller: "Controller", argument: str) -> None:
+    await _shape(controller, "json", argument)
+
+
+async def regex_form(controller: "Controller", argument: str) -> None:
+    await _shape(controller, "regex", argument)
+
+
+async def grammar_form(controller: "Controller", argument: str) -> None:
+    await _shape(controller, "grammar", argument)
+
+
+async def _shape(controller: "Controller", kind: Kind, argument: str) -> None:
+    """Show what the next replies must be, change it, or let them be anything again."""
+    if not argument:
+        controller.emit(ShowPage("Form of replies", pages.form_page(controller.form)))
+    elif argument == "off":
+        controller.form = None
+        controller.emit(Notice("replies may be anything again"))
+    else:
+        controller.form = form_of(kind, argument)
+        controller.emit(Notice(f"from the next reply on: {MEANING[kind]}; `/{kind} off` ends it"))
+
+
+async def lora(controller: "Controller", argument: str) -> None:
+    """Show the LoRAs, choose those of the replies from now on, or go without."""
+    if argument == "off":
+        await _change(controller, "lora", None)
+    else:
+        await set_value(controller, f"lora {argument}")
 
 
 async def stats(controller: "Controller", _: str) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from exl2chat.chat.controller import Controller
 
 When = Literal["always", "idle", "message", "reply"]
-Completes = Literal["nothing", "command", "setting", "model", "session", "theme", "export", "branch"]
+Completes = Literal["nothing", "command", "setting", "model", "session", "theme", "export", "branch", "file"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,16 @@ COMMANDS: tuple[Command, ...] = (
     Command("system", "[text|off]", "show or change the system prompt", actions.system),
     Command("set", "[name [value|default]]", "show or change a setting", actions.set_value, completes="setting"),
     Command("seed", "[n|random]", "make replies repeatable, or not", actions.seed),
+    Command("json", "[schema|file|off]", "replies are JSON of this schema", actions.json_form, completes="file"),
+    Command("regex", "[expression|off]", "replies are what this expression matches", actions.regex_form),
+    Command(
+        "grammar",
+        "[grammar|file|off]",
+        "replies follow this grammar (Lark or GBNF)",
+        actions.grammar_form,
+        completes="file",
+    ),
+    Command("lora", "[folder[:scale],...|off]", "show or change the LoRAs that replies use", actions.lora),
     Command("stats", "", "counts and speeds of every reply", actions.stats),
     Command("theme", "[name]", "choose the colours", actions.theme, completes="theme"),
     Command("quit", "", "leave; everything is saved, queued messages too", actions.leave, aliases=("exit", "q")),

@@ -50,6 +50,11 @@ def complete(line: str, names: Names, paths: Paths) -> list[Completion]:
     match command.completes:
         case "session":
             return _sessions(typed, f"/{name} ", paths)
+        case "file":
+            return [
+                *_matching(typed, f"/{name} ", [("off", "replies may be anything again")]),
+                *_files(typed, f"/{name} "),
+            ]
         case "model":
             return _matching(typed, f"/{name} ", ((word, "") for word in names.models))
         case "theme":

@@ -46,7 +46,8 @@ Listener = Callable[[ChatEvent], None]
 class Controller:
     """One chat: a session, an engine and the settings. The TUI, `run` and the tests are its consumers.
 
-    `names` are the words completion may offer that only the front end knows (models on disk, themes).
+    `form` is what the next replies must be; None: anything. `names` are the words completion may offer that only the
+    front end knows (models on disk, themes).
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Controller:
         self.model: wire.ModelInfo | None = None
         self.phase: Phase = "down"
         self.last_stats: wire.Stats | None = None
+        self.form: wire.Form | None = None
         self._engine = engine
         self._listeners: list[Listener] = []
         self._outbox = Outbox(self)
@@ -196,6 +198,11 @@ class Controller:
     async def reply_to(self, parent: str | None, start: str = "") -> None:
         """Ask for a reply to the message `parent` that begins with `start`. The model must be ready."""
         self.require_writable()
+        if start and self.form:
+            raise UsageError(
+                "/continue: the next replies are of a given form, from their beginning on",
+                f"`/{self.form.kind} off` first, or `/retry`",
+            )
         sampling = self.settings.sampling()
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(32))
@@ -206,7 +213,7 @@ class Controller:
         if self.path != shown:
             self.emit(PathChanged())
         self.emit(ReplyStarted(self._reply.id, start))
-        await self._engine.send(request(self._reply.id, self.path, start, sampling, self.settings))
+        await self._engine.send(request(self._reply.id, self.path, start, sampling, self.settings, self.form))
 
     async def change_settings(self, settings: Settings) -> None:
         """Let `settings` hold; a change of what is loaded loads anew. UsageError if a reply is on its way then."""

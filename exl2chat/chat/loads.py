@@ -53,7 +53,7 @@ class Loads:
 
 def load_request(settings: Settings) -> Load:
     """What is to be loaded by `settings`."""
-    names = ("model", "device", "dtype", "context", "draft_model", "speculate")
+    names = ("model", "device", "dtype", "context", "cache", "draft_model", "speculate")
     return Load(**{name: settings[name] for name in names})
 
 

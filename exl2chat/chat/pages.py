@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from exl2chat.chat.events import Message
+from exl2chat.chat.forms import MEANING
+from exl2chat.link.protocol import Form
 from exl2chat.settings import OPTIONS, Settings, Value
 
 if TYPE_CHECKING:
@@ -32,6 +34,14 @@ def system_page(settings: Settings) -> str:
     return f"From {origin}:\n\n{_quoted(str(value))}" if value else f"Off ({origin})."
 
 
+def form_page(form: Form | None) -> str:
+    """What the next replies must be."""
+    if form is None:
+        return "Anything. `/json`, `/regex` and `/grammar` say what replies must be."
+    source = f" From {_cell(form.source)}." if form.source else ""
+    return f"Replies are {MEANING[form.kind]}, until `/{form.kind} off`.{source}\n\n{_quoted(form.text)}"
+
+
 def model_page(controller: "Controller") -> str:
     """What is loaded, or what is about to be."""
     info = controller.model
@@ -42,7 +52,7 @@ def model_page(controller: "Controller") -> str:
         ("path", info.path),
         ("architecture", info.architecture),
         ("weights", f"{info.quantization}, {info.weight_bytes / 2**20:,.0f} MiB"),
-        ("context", f"{info.context:,} tokens, {info.cache_bytes / 2**20:,.0f} MiB"),
+        ("context", f"{info.context:,} tokens, {info.cache_bytes / 2**20:,.0f} MiB as {info.cache}"),
         ("vocabulary", f"{info.vocab_size:,} tokens"),
         ("runs on", f"{info.device}, {info.dtype}"),
         *((f"its own {name}", str(value)) for name, value in info.sampling.items()),

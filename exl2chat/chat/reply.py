@@ -1,5 +1,6 @@
 """The reply that is on its way, and what the model is to read before it."""
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ import msgspec
 
 from exl2chat.chat.events import Message
 from exl2chat.chat.session import now
-from exl2chat.link.protocol import Generate, Prefill, Stats, StopReason, Turn
+from exl2chat.link.protocol import Form, Generate, LoraUse, Prefill, Stats, StopReason, Turn
 from exl2chat.settings import Sampling, Settings
 
 
@@ -73,12 +74,33 @@ class Reply:
         )
 
 
-def request(id: str, path: Sequence[Message], start: str, sampling: Sampling, settings: Settings) -> Generate:
-    """The request for a reply to `path` that begins with `start`."""
+def request(
+    id: str, path: Sequence[Message], start: str, sampling: Sampling, settings: Settings, form: Form | None
+) -> Generate:
+    """The request for a reply to `path` that begins with `start`, or else is of the `form`."""
     said: list[Message | Turn] = [*path]
     if start:
         said.append(Turn("assistant", start))
-    return Generate(id, turns_of(said, settings["system"]), sampling, settings["max_tokens"])
+    loras = loras_of(settings["lora"])
+    return Generate(id, turns_of(said, settings["system"]), sampling, settings["max_tokens"], form=form, loras=loras)
+
+
+def loras_of(text: str | None) -> tuple[LoraUse, ...]:
+    """The LoRAs that the setting `lora` lists: FOLDER or FOLDER:SCALE, with commas between them."""
+    folders = (part.strip() for part in (text or "").split(","))
+    return tuple(_lora_of(folder) for folder in folders if folder)
+
+
+def _lora_of(text: str) -> LoraUse:
+    folder, colon, scale = text.rpartition(":")
+    try:
+        return LoraUse(_absolute(folder), float(scale)) if colon else LoraUse(_absolute(scale))
+    except ValueError:  # the colon is part of the name
+        return LoraUse(_absolute(text))
+
+
+def _absolute(folder: str) -> str:
+    return os.path.abspath(os.path.expanduser(folder))
 
 
 def turns_of(said: Sequence[Message | Turn], system: str | None) -> tuple[Turn, ...]:

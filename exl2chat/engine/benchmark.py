@@ -19,9 +19,9 @@ from exl2chat.ops.kernel_benchmark import KernelRow, measure_read
 from exl2chat.ops.packed import Weight
 from exl2chat.progress import Progress
 
-CPU_WORKLOAD = Workload(contexts=(128, 1024), rows=(1,), prompts=(512,))
 ROUNDS = 12
 TURN = 4  # steps
+CPU_WORKLOAD = Workload(contexts=(128, 1024), rows=(1,), prompts=(512,), reply=TURN)
 PREFILL_ROUNDS = 3
 WARM_UP = 1
 

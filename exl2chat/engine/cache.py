@@ -1,5 +1,7 @@
 """The KV cache: keys and values of the tokens a model has seen, in pages of 256 tokens.
 
+They are kept as attention computes, or in 8, 6 or 4 bits (ops/cache_format.py; what that costs: benchmarks/NOTES.md).
+
 Storage is one tensor [layers, 2, G, pages, 256, D] (0: keys after RoPE, 1: values). A sequence's pages follow each
 other, so that tokens [0, n) of a layer are a view: nothing is gathered. Heads lie outside of tokens because attention
 of one token over 2048 then takes 0.27 ms a layer, not 0.39 (3 heads of 64, one core).
@@ -13,20 +15,28 @@ from exl2chat.engine.decode_graphs import DecodeGraphs
 from exl2chat.engine.rope import make_table
 from exl2chat.errors import ContextError
 from exl2chat.model.config import ModelConfig
+from exl2chat.ops.attention import PLAIN_BITS
+from exl2chat.ops.cache_format import CacheFormat
 
 PAGE = 256
+BITS = {"fp16": PLAIN_BITS, "q8": 8, "q6": 6, "q4": 4}  # what `--cache` says
 
 
 class KVCache:
     """Keys and values of one sequence. `length` tokens are in it, `capacity` fit; `graphs` run over its memory."""
 
-    def __init__(self, config: ModelConfig, context: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Room for `context` tokens of a model that multiplies in `dtype`."""
+    def __init__(
+        self, config: ModelConfig, context: int, device: torch.device, dtype: torch.dtype, bits: int = PLAIN_BITS
+    ) -> None:
+        """Room for `context` tokens of a model that multiplies in `dtype`, in `bits` a value (see BITS)."""
         self.capacity = context
+        self.bits = bits
         self.length = 0
         self.position = torch.zeros(1, dtype=torch.int32, device=device)
         self.cos, self.sin = make_table(config.rope, context, device)
-        self.storage = torch.empty(storage_shape(config, context), dtype=storage_dtype(device, dtype), device=device)
+        self.storage = torch.empty(
+            storage_shape(config, context, bits), dtype=storage_dtype(device, dtype, bits), device=device
+        )
         self.graphs = DecodeGraphs()
 
     @property
@@ -47,16 +57,21 @@ class KVCache:
         self.length = min(self.length, max(length, 0))
 
 
-def cache_bytes(config: ModelConfig, context: int, device: torch.device, dtype: torch.dtype) -> int:
+def cache_bytes(
+    config: ModelConfig, context: int, device: torch.device, dtype: torch.dtype, bits: int = PLAIN_BITS
+) -> int:
     """Bytes of a cache for `context` tokens. The CPU's pages take real memory only once written."""
-    return math.prod(storage_shape(config, context)) * storage_dtype(device, dtype).itemsize
+    return math.prod(storage_shape(config, context, bits)) * storage_dtype(device, dtype, bits).itemsize
 
 
-def storage_shape(config: ModelConfig, context: int) -> tuple[int, ...]:
-    """[layers, 2, G, pages, PAGE, D]."""
-    return (config.num_layers, 2, config.num_kv_heads, -(-context // PAGE), PAGE, config.head_dim)
+def storage_shape(config: ModelConfig, context: int, bits: int) -> tuple[int, ...]:
+    """[layers, 2, G, pages, PAGE, D], or of a quantised cache bytes in place of D."""
+    row = config.head_dim if bits == PLAIN_BITS else CacheFormat(bits, config.head_dim).row_bytes
+    return (config.num_layers, 2, config.num_kv_heads, -(-context // PAGE), PAGE, row)
 
 
-def storage_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+def storage_dtype(device: torch.device, dtype: torch.dtype, bits: int) -> torch.dtype:
     """float32 on the CPU, whose attention takes 1.1 times as long in bfloat16 and 4.5 times in float16."""
+    if bits != PLAIN_BITS:
+        return torch.uint8
     return torch.float32 if device.type == "cpu" else dtype

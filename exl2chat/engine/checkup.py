@@ -7,11 +7,16 @@ import torch
 from torch import Tensor
 
 from exl2chat.engine.cache import KVCache
+from exl2chat.engine.device_steps import RESULTS, sampling_row
+from exl2chat.engine.sampler import Sampler
 from exl2chat.engine.shapes import SHAPES
 from exl2chat.ops import Heads, cuda, reference
+from exl2chat.ops.attention import PLAIN_BITS
 from exl2chat.ops.packed import Plain, pack_norm
+from exl2chat.ops.sample import TokenSampler
 from exl2chat.ops.tiled import FEW_ROWS, Tiled, join
 from exl2chat.ops.tiles import QUAD, STRIP, TILE, find_runs, pack_codes, pack_exl2_scales, pack_gptq_scales
+from exl2chat.settings import Sampling
 
 TOLERANCE = 2e-3  # of rms over rms; a float16 has 11 bits
 INPUTS, COLUMNS = 512, 96
@@ -93,17 +98,19 @@ def rows(device: torch.device) -> float:
 
 
 def attention(device: torch.device) -> float:
-    """A prompt, then steps of one and of several tokens: over all tokens, in a window, and with a soft cap."""
-    return max(_attention_error(device, window, cap) for window, cap in ((None, None), (64, None), (None, 20.0)))
+    """A prompt, then steps of one and of several tokens: over all tokens, in a window, with a soft cap, and over a
+    quantised cache."""
+    cases = ((None, None, PLAIN_BITS), (64, None, PLAIN_BITS), (None, 20.0, PLAIN_BITS), (None, None, 6))
+    return max(_attention_error(device, window, cap, bits) for window, cap, bits in cases)
 
 
-def _attention_error(device: torch.device, window: int | None, cap: float | None) -> float:
-    """Over a cache in float16, and for the reference one in float32."""
+def _attention_error(device: torch.device, window: int | None, cap: float | None, bits: int) -> float:
+    """Over a cache of `bits`, and for the reference one that holds the same or float32."""
     config = SHAPES["tiny"].config()
     heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale, cap)
     windows = (window,) * config.num_layers
     ops = cuda.CudaOps(device)
-    ours, truth = (KVCache(config, 512, device, dtype) for dtype in (torch.float16, torch.float32))
+    ours, truth = (KVCache(config, 512, device, dtype, bits) for dtype in (torch.float16, torch.float32))
     worst = 0.0
     for count in (300, 1, 5):
         qkv = torch.randn(count, (heads.queries + 2 * heads.groups) * heads.size, device=device).half()
@@ -116,9 +123,26 @@ def _attention_error(device: torch.device, window: int | None, cap: float | None
     return worst
 
 
+def drawing(device: torch.device) -> float:
+    """Tokens drawn by all that the GPU knows: infinite where one is not the host's."""
+    size, position = 5000, 7
+    settings = Sampling(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, seed=1)
+    logits = torch.randn(1, size, device=device)
+    memory = {"position": torch.tensor([position - 1], dtype=torch.int32, device=device),
+              "token": torch.zeros(1, dtype=torch.int64, device=device),
+              "results": torch.full((RESULTS,), -1, dtype=torch.int32).pin_memory()}  # fmt: skip
+    sampler = TokenSampler(device, size)
+    sampler.set_rows(sampling_row(settings, size, memory))
+    sampler.queue(logits)
+    torch.cuda.synchronize(device)
+    expected = Sampler(settings, ()).sample(logits[0].numpy(force=True), position)
+    return 0.0 if memory["token"].item() == expected else float("inf")
+
+
 FAMILIES: Mapping[str, Family] = {
-    "EXL2 products": Family(("gemv.cu", "arrange.cu", "reconstruct.cu"), exl2),
-    "GPTQ products": Family(("gemv.cu", "arrange.cu", "reconstruct.cu"), gptq),
+    "EXL2 products": Family(("gemv.cu", "gemm.cu", "arrange.cu", "reconstruct.cu"), exl2),
+    "GPTQ products": Family(("gemv.cu", "gemm.cu", "arrange.cu", "reconstruct.cu"), gptq),
     "norms and activations": Family(("norm.cu", "gate.cu"), rows),
-    "attention": Family(("attention.cu", "rope_cache.cu"), attention),
+    "attention": Family(("attention.cu", "rope_cache.cu", "prefill_attention.cu", "expand_cache.cu"), attention),
+    "drawing": Family(("sample.cu",), drawing),
 }

@@ -71,11 +71,14 @@ class Chooser:
     def prepare(self, position: int) -> None:
         """Find out what the constraint allows at `position`. ChatError where it is nothing."""
         mask = self._limits.constraint.mask() if self._limits.constraint else None
-        if mask is not None and (ends := [token for token in self._limits.preferred if mask[token]]):
-            mask[:] = False
-            mask[ends] = True
+        if mask is not None:
+            ends = [token for token in self._limits.preferred if 0 <= token < len(mask) and mask[token]]
+            if ends:
+                mask[:] = False
+                mask[ends] = True
         if position == self._start and self._limits.first is not None:
-            mask = self._limits.first.copy() if mask is None else mask & self._limits.first
+            first = self._limits.first
+            mask = first if mask is None else mask[: len(first)] & first[: len(mask)]
         self._mask = mask
 
     def choose(self, logits: NDArray[np.float32], position: int) -> int:
@@ -108,7 +111,7 @@ class Chooser:
             known = self._mask[: len(logits)]
             allowed[: len(known)] = known
         if banned:
-            allowed[[token for token in banned if token < len(logits)]] = False
+            allowed[[token for token in banned if 0 <= token < len(logits)]] = False
         if not allowed.any():
             raise ChatError(
                 "no token may come next: what is banned, healed and asked for excludes every one", "ask for less"

@@ -89,7 +89,8 @@ class Decoders:
         most: int = MOST_DRAFTS,
     ) -> None:
         """`drafter` proposes up to `most` tokens at a time; then the host draws."""
-        self._model, self._cache, self._vocabulary, self._size = model, cache, vocabulary, size
+        self.model = model  # or one of the same weights with other adapters
+        self._cache, self._vocabulary, self._size = cache, vocabulary, size
         self._logits = StepLogits(model, cache, size)
         self._steps: DeviceSteps | None = None
         self._drafter, self._pace = drafter, Pace(most)
@@ -108,12 +109,13 @@ class Decoders:
         if (
             self._drafter is None
             and limits is None
-            and runs_on_device(self._model, self._size)
+            and runs_on_device(self.model, self._size)
             and known_to_device(settings)
         ):
-            self._steps = self._steps or DeviceSteps(self._model, self._cache, self._size)
+            self._steps = self._steps or DeviceSteps(self.model, self._cache, self._size)
             return DeviceDecoder(self._steps, self._cache, settings, longest)
         chooser = Chooser(settings, tokens, self._vocabulary, limits)
+        self._logits.model = self.model
         if self._drafter is None:
             return HostDecoder(self._logits, chooser)
         self._drafter.begin(chooser.guess)
@@ -123,7 +125,7 @@ class Decoders:
 
 def runs_on_device(model: Transformer, size: int) -> bool:
     """Whether the steps of `model` are recorded, and kernels/sample.cu can draw from `size` tokens."""
-    return model.device.type == "cuda" and model.ops.recorded_rows > 0 and size <= MOST_TOKENS
+    return model.device.type == "cuda" and model.recorded_rows > 0 and size <= MOST_TOKENS
 
 
 def known_to_device(settings: Sampling) -> bool:

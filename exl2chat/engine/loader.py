@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from exl2chat.engine.cache import KVCache
+from exl2chat.engine.cache import BITS, KVCache
 from exl2chat.engine.drafting import check_draft_tokenizer
 from exl2chat.engine.placement import candidate, check_context, choose_device, choose_dtype, plan_memory
 from exl2chat.engine.transformer import Transformer
@@ -58,18 +58,20 @@ class LoadPlan:
     device: torch.device
     dtype: torch.dtype
     context: int | None
+    cache_bits: int
 
     def load(self, progress: Progress) -> LoadedModel:
         """Load the weights, telling what memory they take. ModelError where they are damaged or do not fit what is
         free by now, or where a kernel does not compile."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what torch keeps of an earlier model does not count as free
-        budget = plan_memory(candidate(self.checkpoint, self.device, self.dtype), self.device, self.dtype, self.context)
+        model = candidate(self.checkpoint, self.device, self.dtype, self.cache_bits)
+        budget = plan_memory(model, self.device, self.dtype, self.context)
 
         def show(stage: str, done: int = 0, total: int = 0, unit: str = "") -> None:
             progress(f"{stage} {budget}", done, total, unit)
 
-        transformer = Transformer.load(self.checkpoint, self.device, self.dtype, show)
+        transformer = Transformer.load(self.checkpoint, self.device, self.dtype, show, self.cache_bits)
         cache = transformer.new_cache(budget.context)
         transformer.warm_up(cache, progress)
         stop_ids = self.checkpoint.config.eos_ids | self.tokenizer.eos_ids | self.template.stop_ids
@@ -87,8 +89,9 @@ def plan_load(
     paths: Paths,
     progress: Progress,
     replaced: LoadedModel | None = None,
+    cache: str = "fp16",
 ) -> LoadPlan:
-    """Read and check the model in the folder `path`; `device` and `dtype` are those of the settings.
+    """Read and check the model in the folder `path`; `device`, `dtype` and `cache` are those of the settings.
 
     `context` None: what the model was made for, at most 8192 tokens, and what fits. `replaced` is a model that will be
     given up before the weights are loaded: its memory counts as free. ModelError where the folder is damaged, not
@@ -106,8 +109,8 @@ def plan_load(
     reusable = 0
     if replaced and replaced.transformer.device.type == place.type:
         reusable = replaced.transformer.weight_bytes + replaced.cache.nbytes
-    plan_memory(candidate(checkpoint, place, kind), place, kind, context, reusable)
-    return LoadPlan(checkpoint, tokenizer, template, place, kind, context)
+    plan_memory(candidate(checkpoint, place, kind, BITS[cache]), place, kind, context, reusable)
+    return LoadPlan(checkpoint, tokenizer, template, place, kind, context, BITS[cache])
 
 
 def plan_draft(path: Path, plan: LoadPlan, paths: Paths, progress: Progress) -> LoadPlan:

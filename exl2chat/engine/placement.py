@@ -11,6 +11,8 @@ from exl2chat.errors import ModelError, UsageError
 from exl2chat.model.checkpoint import Checkpoint
 from exl2chat.model.config import ModelConfig
 from exl2chat.model.quant import Linear
+from exl2chat.ops.attention import PLAIN_BITS
+from exl2chat.ops.cache_format import LEAST_BLOCK
 
 MEMINFO = Path("/proc/meminfo")
 DEFAULT_CONTEXT = 8192
@@ -76,17 +78,29 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A model that may be loaded: what messages call it, and how many bytes its weights take once they are."""
+    """A model that may be loaded: what messages call it, how many bytes its weights take once they are, and the bits of
+    a value in its cache."""
 
     name: str
     config: ModelConfig
     weights: int
+    cache_bits: int = PLAIN_BITS
+
+    def cache_bytes(self, context: int, device: torch.device, dtype: torch.dtype) -> int:
+        return cache_bytes(self.config, context, device, dtype, self.cache_bits)
 
 
-def candidate(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Candidate:
-    """A checkpoint as `plan_memory` sees it."""
+def candidate(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, cache_bits: int = PLAIN_BITS
+) -> Candidate:
+    """A checkpoint as `plan_memory` sees it. ModelError where its keys and values cannot be kept in so few bits."""
+    size = checkpoint.config.head_dim
+    if cache_bits != PLAIN_BITS and size % LEAST_BLOCK:
+        raise ModelError(
+            f"{checkpoint.folder.path}: heads of {size} numbers cannot be kept in {cache_bits} bits", "use --cache fp16"
+        )
     weights = weight_bytes(checkpoint, dtype, device.type == "cuda" and dtype == torch.float16)
-    return Candidate(str(checkpoint.folder.path), checkpoint.config, weights)
+    return Candidate(str(checkpoint.folder.path), checkpoint.config, weights, cache_bits)
 
 
 def check_context(checkpoint: Checkpoint, asked: int | None) -> None:
@@ -113,7 +127,7 @@ def plan_memory(
     free = free_bytes(device)
     budget = Budget(
         weights=model.weights,
-        cache=cache_bytes(model.config, wanted, device, dtype),
+        cache=model.cache_bytes(wanted, device, dtype),
         workspace=workspace_bytes(model.config, device),
         free=None if free is None else free + reusable,
         context=wanted,
@@ -122,14 +136,14 @@ def plan_memory(
     if budget.free is None or budget.fits:
         return budget
     room = max(0, budget.free - budget.weights - budget.workspace)
-    fitting = min(wanted, room // cache_bytes(model.config, PAGE, device, dtype) * PAGE)
+    fitting = min(wanted, room // model.cache_bytes(PAGE, device, dtype) * PAGE)
     if asked is None and fitting >= LEAST_CONTEXT:
-        return replace(budget, cache=cache_bytes(model.config, fitting, device, dtype), context=fitting)
+        return replace(budget, cache=model.cache_bytes(fitting, device, dtype), context=fitting)
     smaller = "choose fewer bits per weight or a smaller model"
     raise ModelError(
         f"{model.name}: {_gib(budget.weights)} GiB of weights, {_gib(budget.cache)} GiB of cache for {wanted} tokens "
         f"and {_gib(budget.workspace)} GiB of workspace do not fit {_gib(budget.free)} GiB of free memory",
-        f"--ctx {fitting} would fit; or {smaller}" if fitting else smaller,
+        f"--ctx {fitting} would fit, or more with --cache q4; or {smaller}" if fitting else smaller,
     )
 
 

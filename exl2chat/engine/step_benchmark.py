@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from exl2chat.engine.cache import KVCache
 from exl2chat.engine.reply_benchmark import REPLY, measure_reply
 from exl2chat.engine.transformer import Transformer, prefill_chunk
+from exl2chat.ops.attention import PLAIN_BITS
 from exl2chat.ops.kernel_benchmark import KernelRow
 from exl2chat.progress import Progress
 
@@ -22,24 +23,28 @@ PRODUCTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is timed: steps of each of `rows` tokens at each of `contexts`, and prompts of so many tokens."""
+    """What is timed: steps of each of `rows` tokens at each of `contexts`, where 1 is a reply of `reply` tokens, and
+    prompts of so many tokens."""
 
     contexts: tuple[int, ...]
     rows: tuple[int, ...]
     prompts: tuple[int, ...]
+    reply: int = REPLY
 
     @property
     def room(self) -> int:
         """Tokens that the cache must hold."""
-        return max((*(context + max(REPLY, *self.rows) for context in self.contexts), *self.prompts))
+        return max((*(context + max(self.reply, *self.rows) for context in self.contexts), *self.prompts))
 
     def within(self, room: int) -> "Workload":
         """As much of it as a cache for `room` tokens allows, and one prompt in any case."""
-        contexts = tuple(context for context in self.contexts if context + max(REPLY, *self.rows) <= room)
-        return Workload(contexts, self.rows, tuple(prompt for prompt in self.prompts if prompt <= room) or (room,))
+        contexts = tuple(context for context in self.contexts if context + max(self.reply, *self.rows) <= room)
+        prompts = tuple(prompt for prompt in self.prompts if prompt <= room) or (room,)
+        return replace(self, contexts=contexts, prompts=prompts)
 
 
 WORKLOAD = Workload(contexts=(128, 4096, 32768), rows=(1, 5), prompts=(2048, 8192))
+CACHE_WORKLOAD = Workload(contexts=(4096, 32768), rows=(1, 5), prompts=())
 SHORT_WORKLOAD = Workload(contexts=(128,), rows=(1,), prompts=())
 
 
@@ -50,7 +55,10 @@ def measure_steps(model: Transformer, bandwidth: float, work: Workload, progress
     looks at; that of a prompt is torch.mm of its tokens with float16 copies of the matrices, and torch's attention.
     """
     cache = model.new_cache(work.room)
-    cache.storage.normal_()
+    if cache.bits == PLAIN_BITS:
+        cache.storage.normal_()
+    else:
+        cache.storage.random_(0, 60)  # any codes, and scales below 1
     return [*_prompts(model, cache, work, progress), *_steps(model, cache, bandwidth, work, progress)]
 
 

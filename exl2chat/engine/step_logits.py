@@ -15,7 +15,8 @@ class StepLogits:
 
     def __init__(self, model: Transformer, cache: KVCache, size: int) -> None:
         """Those of the first `size` ids."""
-        self._model, self._cache, self._size = model, cache, size
+        self.model = model  # or one of the same weights with other adapters
+        self._cache, self._size = cache, size
         self._host = torch.empty(size, pin_memory=model.device.type == "cuda")
         self._row = self._host
 
@@ -34,8 +35,8 @@ class StepLogits:
         """
         self._cache.truncate(len(tokens) - 1)
         ids = [*tokens[self._cache.length :], *drafts]
-        inputs = torch.tensor(ids, dtype=torch.int64, device=self._model.device)
-        logits = self._model.forward(inputs, self._cache, last_only=not drafts)
+        inputs = torch.tensor(ids, dtype=torch.int64, device=self.model.device)
+        logits = self.model.forward(inputs, self._cache, last_only=not drafts)
         self._cache.truncate(len(tokens))
         return logits[-1 - len(drafts) :, : self._size]
 

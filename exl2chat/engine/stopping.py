@@ -60,7 +60,8 @@ class Strings:
             raise StopConditionError(f"{strings!r:.40} is no list of texts", "give a list of non-empty strings")
         self._fold = lower if any_case else str
         self._strings = tuple(map(self._fold, strings))
-        self._longest = max(map(len, self._strings), default=0)
+        beginnings = {each[:length] for each in self._strings for length in range(1, len(each))}
+        self._beginnings = tuple(sorted(beginnings, key=len, reverse=True))
 
     def find(self, text: str) -> Match | None:
         """The string that is complete first."""
@@ -71,11 +72,9 @@ class Strings:
     def partial(self, text: str) -> int:
         """Length of the longest end of `text` that begins one of the strings and is not all of it."""
         text = self._fold(text)
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            end = text[-length:]
-            if any(each.startswith(end) for each in self._strings):
-                return length
-        return 0
+        if not text.endswith(self._beginnings):  # nearly always: 1 us
+            return 0
+        return next(len(each) for each in self._beginnings if text.endswith(each))
 
     def __bool__(self) -> bool:
         return bool(self._strings)

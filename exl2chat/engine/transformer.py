@@ -4,6 +4,7 @@ Numerics: the residual stream, norms, RoPE, softmax and logits are float32; matr
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,7 +14,12 @@ from exl2chat.engine.weights import Weights, load_weights
 from exl2chat.model.checkpoint import Checkpoint
 from exl2chat.model.config import ModelConfig
 from exl2chat.ops import Heads, Ops, compile_for, select
+from exl2chat.ops.attention import PLAIN_BITS
+from exl2chat.ops.sample import TokenSampler
 from exl2chat.progress import Progress
+
+if TYPE_CHECKING:
+    from exl2chat.engine.lora import Scaled
 
 PREFILL_CHUNK = 512
 GPU_PREFILL_CHUNK = 2048
@@ -28,31 +34,47 @@ def prefill_chunk(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Transformer:
-    """A model ready to run. Safe to share between caches; one thread at a time."""
+    """A model ready to run. Safe to share between caches; one thread at a time.
+
+    `adapters` are the LoRAs that `weights` carry (`lora.with_adapters`): keys and values depend on them.
+    """
 
     config: ModelConfig
     weights: Weights
     device: torch.device
     dtype: torch.dtype
     ops: Ops
+    cache_bits: int = PLAIN_BITS  # of the caches that it makes (cache.BITS)
+    adapters: "tuple[Scaled, ...]" = ()
 
     @classmethod
     def load(
-        cls, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Progress
+        cls,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: Progress,
+        cache_bits: int = PLAIN_BITS,
     ) -> "Transformer":
         """Bring a checkpoint onto `device`, to multiply in `dtype`; `placement.plan_memory` says before if it fits."""
         config = checkpoint.config
         weights = load_weights(checkpoint, device, dtype, progress)
         ops = select(device, dtype, config.head_dim, config.hidden_size, config.intermediate_size)
-        return cls(config, weights, device, dtype, ops)
+        return cls(config, weights, device, dtype, ops, cache_bits)
 
     @property
     def weight_bytes(self) -> int:
         return self.weights.nbytes
 
+    @property
+    def recorded_rows(self) -> int:
+        """Steps of up to so many tokens may be recorded as graphs. None with adapters: a graph would go on without
+        them, or with them, whatever holds by then."""
+        return 0 if self.adapters else self.ops.recorded_rows
+
     def new_cache(self, context: int) -> KVCache:
         """An empty cache for up to `context` tokens."""
-        return KVCache(self.config, context, self.device, self.dtype)
+        return KVCache(self.config, context, self.device, self.dtype, self.cache_bits)
 
     @torch.inference_mode()
     def warm_up(self, cache: KVCache, progress: Progress) -> None:
@@ -72,6 +94,7 @@ class Transformer:
             for count in counts:
                 take(count, 0)
                 take(count, cache.capacity - count)
+            TokenSampler(self.device, 1).queue(torch.empty(1, 1, device=self.device))
 
         compile_for(rehearse, progress)
         progress("trying the largest step")
@@ -87,7 +110,7 @@ class Transformer:
         """
         count = tokens.shape[0]
         cache.reserve(count)
-        if count <= self.ops.recorded_rows:
+        if count <= self.recorded_rows:
             logits = cache.graphs.run(tokens, lambda tokens: self.step(tokens, cache, False))
             logits = logits[-1:] if last_only else logits
         else:
@@ -110,4 +133,6 @@ class Transformer:
             y = ops.add_norm(x, mixed, layer.attention_post_norm, layer.mlp_norm, layer.gate_up)
             inner = ops.gate(layer.gate_up(y), config.arch.activation, layer.down)
             y = ops.add_norm(x, layer.down(inner), layer.mlp_post_norm, norm, following)
-        return ops.logits(weights.head(y[-1:] if last_only else y), config.logit_softcap)
+        if last_only and tokens.shape[0] > 1:  # y itself may lie in a form of the head's own, for so many rows
+            y = ops.norm(x[-1:], weights.final_norm, weights.head)
+        return ops.logits(weights.head(y), config.logit_softcap)

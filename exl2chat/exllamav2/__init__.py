@@ -7,7 +7,8 @@ that would matter; none is ignored. Beyond the reference, `ExLlamaV2Config.devic
 
 from exl2chat.exllamav2.cache import ExLlamaV2Cache
 from exl2chat.exllamav2.config import ExLlamaV2Config
+from exl2chat.exllamav2.lora import ExLlamaV2Lora
 from exl2chat.exllamav2.model import ExLlamaV2
 from exl2chat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 
-__all__ = ["ExLlamaV2", "ExLlamaV2Cache", "ExLlamaV2Config", "ExLlamaV2Tokenizer"]
+__all__ = ["ExLlamaV2", "ExLlamaV2Cache", "ExLlamaV2Config", "ExLlamaV2Lora", "ExLlamaV2Tokenizer"]

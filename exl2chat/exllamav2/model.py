@@ -8,10 +8,12 @@ import torch
 from rich.progress import Progress as RichProgress
 from torch import Tensor
 
+from exl2chat.engine.lora import with_adapters
 from exl2chat.engine.placement import candidate, choose_device, choose_dtype, plan_memory
 from exl2chat.engine.transformer import Transformer
 from exl2chat.errors import ModelError, UsageError
 from exl2chat.exllamav2.config import ExLlamaV2Config
+from exl2chat.exllamav2.lora import Loras, scaled_loras
 from exl2chat.exllamav2.unsupported import refuse_set
 from exl2chat.progress import Progress, silent
 
@@ -102,7 +104,7 @@ class ExLlamaV2:
         input_mask: Tensor | None = None,
         preprocess_only: bool = False,
         last_id_only: bool = False,
-        loras: object = None,
+        loras: Loras = None,
         return_last_state: bool = False,
         position_offsets: Tensor | None = None,
         abort_event: Event | None = None,
@@ -111,16 +113,17 @@ class ExLlamaV2:
     ) -> Tensor | None:
         """Logits float32 [1, T, V] of `input_ids` [1, T], or [1, 1, V] with `last_id_only`; they join those in `cache`.
 
-        In chunks of config.max_input_len. None with `preprocess_only`, or once `abort_event` is set.
+        In chunks of config.max_input_len. None with `preprocess_only`, or once `abort_event` is set. `loras` change the
+        model for this call.
         """
-        refuse_set("ExLlamaV2.forward", input_mask=input_mask, loras=loras, return_last_state=return_last_state)
+        refuse_set("ExLlamaV2.forward", input_mask=input_mask, return_last_state=return_last_state)
         refuse_set("ExLlamaV2.forward", position_offsets=position_offsets, **kwargs)
         if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
             raise UsageError(f"input_ids has shape {list(input_ids.shape)}", "it is [1, T]: one row of tokens")
         rows = self.config.vocab_size
         if input_ids.min() < 0 or input_ids.max() >= rows:  # on a GPU such an id ends the process
             raise UsageError("input_ids has ids that are no tokens", f"ids are 0 to {rows - 1}")
-        model = self.transformer
+        model = with_adapters(self.transformer, scaled_loras(loras))
         kv = cache.kv if cache is not None else model.new_cache(input_ids.shape[1])
         last_only = last_id_only or preprocess_only
         logits = []

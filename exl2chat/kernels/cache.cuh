@@ -1,7 +1,7 @@
 // The quantised KV cache: keys and values of a head in 4, 6 or 8 bits, as one head's tokens lie in memory.
 //
 //     stored    y = H x per block of 32 values (of 16 where 32 does not divide D), H: Walsh-Hadamard / sqrt(32)
-//               scale = float16(max |y| / 2^(BITS-1)) per block; code = floor(y / scale) + 2^(BITS-1), clamped
+//               scale = float16(max |y| / 2^(BITS-1)) per block; code = floor(y * (1 / scale)) + 2^(BITS-1), clamped
 //     read      y = float16((code - 2^(BITS-1) + 1/2) * scale): never farther than half a step from what was stored
 //
 // H is its own inverse, and q . k is the same if both are turned: queries are turned as well, keys never back, and of
@@ -10,7 +10,7 @@
 // layout    a tile is 16 tokens of one head's keys (or values) in one run of Tile::BYTES bytes, a multiple of 16:
 //               low     [spans][16 tokens][octets of the span][4 bytes, with BITS = 8: 8]
 //               high    [spans][16 tokens][octets of the span][2 bytes], with BITS = 6 only
-//               scales  [D / BLOCK][16 tokens] float16
+//               scales  [D / BLOCK][16 slots] float16, the tokens in the order 0 4 1 5 2 6 3 7 8 12 9 13 10 14 11 15
 //           A span is 32 values, so 4 octets, the last of D = 80 16. An octet holds 8 values x0 .. x7, first the even
 //           ones, then the odd: 4 bits each, in the order of the fields x0 x2 x4 x6 x1 x3 x5 x7 from the lowest bit on;
 //           with BITS = 8 a byte each; with BITS = 6 the low 4 bits so and the high 2 bits in `high` in the same order.
@@ -44,8 +44,10 @@ struct Tile {
     static __device__ __forceinline__ int place(int span, int token, int octet) {
         return TOKENS * 4 * span + token * octets(span) + octet;
     }
+    // Where the scale of a token lies among those of a block: in the order of products' rows (attention.cu).
+    static __device__ __forceinline__ int slot(int token) { return (token & 8) + 2 * (token & 3) + (token >> 2 & 1); }
     static __device__ __forceinline__ __half scale(const u8* tile, int block, int token) {
-        return ((const __half*)(tile + SCALES))[block * TOKENS + token];
+        return ((const __half*)(tile + SCALES))[block * TOKENS + slot(token)];
     }
 };
 
@@ -83,7 +85,15 @@ __device__ __forceinline__ Codes pair_codes(const u8* tile, int span, int first,
     }
 }
 
-// v[j] = the pair j of the codes, float16(1024 + code).
+// (from & mask) | bits, which the compiler makes two instructions of.
+__device__ __forceinline__ u32 and_or(u32 from, u32 mask, u32 bits) {
+    u32 v;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(from), "r"(mask), "r"(bits));
+    return v;
+}
+
+// v[j] = the pair j of the codes as float16: 1024 + code; unless BITS = 8, of odd j 1024 + 16 * code, for want of a
+// shift.
 template <int BITS>
 __device__ __forceinline__ void raise(u32 (&v)[4], const Codes& codes) {
     if constexpr (BITS == 8) {
@@ -95,9 +105,12 @@ __device__ __forceinline__ void raise(u32 (&v)[4], const Codes& codes) {
         v[3] = __byte_perm(others, 0x64646464, 0x4342);
     } else {
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            v[j] = (codes.low >> 4 * j & 0x000f000f) | 0x64006400;
-            if (BITS == 6) v[j] |= codes.high << 4 >> 2 * j & 0x00300030;
+        for (int j = 0; j < 4; j++) v[j] = and_or(codes.low >> j / 2 * 8, j % 2 ? 0x00f000f0 : 0x000f000f, 0x64006400);
+        if constexpr (BITS == 6) {
+            v[0] = and_or(codes.high << 4, 0x00300030, v[0]);
+            v[1] = and_or(codes.high << 6, 0x03000300, v[1]);
+            v[2] = and_or(codes.high, 0x00300030, v[2]);
+            v[3] = and_or(codes.high << 2, 0x03000300, v[3]);
         }
     }
 }
@@ -106,11 +119,16 @@ __device__ __forceinline__ void raise(u32 (&v)[4], const Codes& codes) {
 // (a1, b1), (a3, b3) ... `scale`: that of the first and of the second of a pair.
 template <int BITS>
 __device__ __forceinline__ void dequantize(u32 (&v)[4], const Codes& codes, __half2 scale) {
-    const __half2 zero = __float2half2_rn(1024 + (1 << (BITS - 1))), half = __hmul2(scale, __float2half2_rn(0.5f));
+    constexpr float middle = 1 << (BITS - 1);
+    const __half2 half = __hmul2(scale, __float2half2_rn(0.5f));
     raise<BITS>(v, codes);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        const __half2 y = __hfma2(__hsub2(*(const __half2*)&v[j], zero), scale, half);
+        const __half2 raised = *(const __half2*)&v[j];  // both ways exact
+        const __half2 code = BITS == 8 || j % 2 == 0
+                                 ? __hsub2(raised, __float2half2_rn(1024 + middle))
+                                 : __hfma2(raised, __float2half2_rn(1.f / 16), __float2half2_rn(-64 - middle));
+        const __half2 y = __hfma2(code, scale, half);
         v[j] = *(const u32*)&y;
     }
 }
@@ -142,9 +160,10 @@ __device__ __forceinline__ void quantize(const float (&x)[(SIZE + 31) / 32], u8*
         float most = fabsf(x[span]);
 #pragma unroll
         for (int step = 1; step < T::BLOCK; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-        const __half rounded = __float2half_rn(most / middle);
+        const __half rounded = __float2half_rn(most * (1.f / middle));
         const float scale = __half2float(rounded);
-        const int code = scale > 0 ? min(max((int)floorf(x[span] / scale) + middle, 0), 2 * middle - 1) : middle;
+        const float inverse = scale > 0 ? __frcp_rn(scale) : 0;
+        const int code = min(max((int)floorf(x[span] * inverse) + middle, 0), 2 * middle - 1);
         // the codes of an octet together: each lane's at its place, joined over the lanes
         u32 low = BITS == 8 ? code << 8 * field : (code & 15) << (4 * field + 16 * odd);
         u32 high = BITS == 6 ? code >> 4 << (2 * field + 8 * odd) : 0;
@@ -159,7 +178,24 @@ __device__ __forceinline__ void quantize(const float (&x)[(SIZE + 31) / 32], u8*
         if (BITS != 8 && (lane & 7) == 0) ((u32*)tile)[at] = low;
         if (BITS == 6 && (lane & 7) == 0) ((u16*)(tile + T::HIGHS))[at] = high;
         if (lane % T::BLOCK == 0)
-            ((__half*)(tile + T::SCALES))[(32 * span + lane) / T::BLOCK * T::TOKENS + token] = rounded;
+            ((__half*)(tile + T::SCALES))[(32 * span + lane) / T::BLOCK * T::TOKENS + T::slot(token)] = rounded;
+    }
+}
+
+// One warp copies a token from tile to tile.
+template <int BITS, int SIZE>
+__device__ __forceinline__ void copy_token(u8* to, const u8* from, int token) {
+    using T = Tile<BITS, SIZE>;
+    const int octet = threadIdx.x & 31;
+    if (octet < T::OCTETS) {
+        const int at = T::place(octet >> 2, token, octet & 3);
+#pragma unroll
+        for (int i = at * (T::LOW / 4); i < (at + 1) * (T::LOW / 4); i++) ((u32*)to)[i] = ((const u32*)from)[i];
+        if (BITS == 6) ((u16*)(to + T::HIGHS))[at] = ((const u16*)(from + T::HIGHS))[at];
+    }
+    if (octet < T::BLOCKS) {
+        const int at = octet * T::TOKENS + T::slot(token);
+        ((u16*)(to + T::SCALES))[at] = ((const u16*)(from + T::SCALES))[at];
     }
 }
 

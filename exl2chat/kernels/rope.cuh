@@ -10,7 +10,7 @@ struct Turning {
     int rotary;
 };
 
-// A head on its way: what a lane loads of it, columns lane + 32 j.
+// A head on its way: a lane has its values lane + 32 j, 0 from SIZE on, and what they are turned by.
 template <int SIZE>
 struct Head {
     static constexpr int EACH = (SIZE + 31) / 32;
@@ -18,33 +18,38 @@ struct Head {
     bool turns;
 };
 
-// One warp loads from[part * stride + i], i < SIZE, of up to four parts, and adds them; nothing unless it is `wanted`.
-// `head` counts queries, keys, then values from `values` on, which stay as they are. There is no branch in it, so that
-// the loads of several heads are on their way at once.
+// One warp loads from[part * stride + i], i < SIZE, of up to four parts, and adds them. There is no branch in it, so
+// that the loads of several heads are on their way at once.
 template <int SIZE, typename T>
-__device__ __forceinline__ Head<SIZE> load_head(const T* from, int parts, size_t stride, const Turning& t, int head,
-                                                int values, int place, bool wanted) {
+__device__ __forceinline__ void load_values(Head<SIZE>& h, const T* from, int parts, size_t stride) {
     constexpr int EACH = Head<SIZE>::EACH;
-    const int lane = threadIdx.x & 31;
-    Head<SIZE> h;
-    h.turns = wanted && head < values;
-    const bool normed = h.turns && t.scale;
-    h.floor = normed ? *t.floor : 0.f;
     float value[4][EACH];
 #pragma unroll
-    for (int j = 0; j < EACH; j++) {
-        const int i = lane + 32 * j;
-        const bool rotates = h.turns && i < t.rotary;
+    for (int j = 0; j < EACH; j++)
 #pragma unroll
-        for (int part = 0; part < 4; part++)
-            value[part][j] = wanted && part < parts && i < SIZE ? (float)from[part * stride + i] : 0.f;
+        for (int part = 0; part < 4; part++) {
+            const int i = (threadIdx.x & 31) + 32 * j;
+            value[part][j] = part < parts && i < SIZE ? (float)from[part * stride + i] : 0.f;
+        }
+#pragma unroll
+    for (int j = 0; j < EACH; j++) h.x[j] = value[0][j] + value[1][j] + value[2][j] + value[3][j];
+}
+
+// What turns head `head` at position `place`, which counts queries, keys, then values from `values` on: these stay as
+// they are.
+template <int SIZE>
+__device__ __forceinline__ void load_turning(Head<SIZE>& h, const Turning& t, int head, int values, int place) {
+    h.turns = head < values;
+    const bool normed = h.turns && t.scale;
+    h.floor = normed ? *t.floor : 0.f;
+#pragma unroll
+    for (int j = 0; j < Head<SIZE>::EACH; j++) {
+        const int i = (threadIdx.x & 31) + 32 * j;
+        const bool rotates = h.turns && i < t.rotary;
         h.scale[j] = normed && i < SIZE ? t.scale[head * SIZE + i] : 1.f;
         h.cos[j] = rotates ? t.cos[(size_t)place * t.rotary + i] : 1.f;
         h.sin[j] = rotates ? t.sin[(size_t)place * t.rotary + i] : 0.f;
     }
-#pragma unroll
-    for (int j = 0; j < EACH; j++) h.x[j] = value[0][j] + value[1][j] + value[2][j] + value[3][j];
-    return h;
 }
 
 // The parts from the fifth on.
@@ -58,9 +63,9 @@ __device__ __forceinline__ void add_rest(Head<SIZE>& h, const T* from, int parts
         }
 }
 
-// to[i] = head norm and RoPE of the head, rounded once. `v`: SIZE floats of shared memory for this warp.
+// Head norm and RoPE of the head, in place. `v`: SIZE floats of shared memory for this warp.
 template <int SIZE>
-__device__ __forceinline__ void turn_head(Head<SIZE>& h, const Turning& t, float* v, __half* to) {
+__device__ __forceinline__ void turn_head(Head<SIZE>& h, const Turning& t, float* v) {
     constexpr int EACH = Head<SIZE>::EACH;
     const int lane = threadIdx.x & 31, half = t.rotary / 2;
     float factor = 1;
@@ -82,7 +87,7 @@ __device__ __forceinline__ void turn_head(Head<SIZE>& h, const Turning& t, float
     for (int j = 0; j < EACH; j++) {
         const int i = lane + 32 * j, other = i < half ? i + half : i - half;
         const float partner = h.turns && i < t.rotary ? v[other] : 0.f;
-        if (i < SIZE) to[i] = __float2half_rn(h.x[j] * h.cos[j] + partner * h.sin[j]);
+        h.x[j] = h.x[j] * h.cos[j] + partner * h.sin[j];
     }
     __syncwarp();
 }

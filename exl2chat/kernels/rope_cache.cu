@@ -7,42 +7,69 @@
 // layout    qkv      [parts, T, H + 2 G, D] float16 or float32, parts to be added: queries, keys, values
 //           turning  see rope.cuh
 //           position [1] int32: where the first of the tokens goes
-//           q        [T, H, D] float16
-//           cache    [2, G, S, D] float16, keys before values: the pages of a sequence follow one another
-// launch    grid (ceil((H + 2 G) / WARPS), T), WARPS * 32 threads, a warp a head; D = HEAD_DIM, a macro
+//           q        [T, H, D] float16, rotated as the keys are where the cache is quantised
+//           cache    CACHE_BITS = 16: [2, G, S, D] float16, keys before values, the pages of a sequence after one
+//                    another; 4, 6, 8: [2, G, S / 16] tiles (cache.cuh). `stride`: bytes from group to group
+// launch    grid (ceil((H + 2 G) / WARPS), T), WARPS * 32 threads, a warp a head; D = HEAD_DIM and CACHE_BITS, macros
 // limits    R even, R <= D; position + T <= S, and <= positions
-// numerics  float32, results rounded once to float16
+// numerics  float32, results rounded once, to float16 or to codes
 // reference attends of exl2chat/ops/reference.py; tests/gpu/test_attention.py
 
+#include "cache.cuh"
 #include "rope.cuh"
 
 constexpr int WARPS = 8;  // blocks of one warp took 120 us for 2048 tokens of 32 / 8 heads of 128
 
+// Where a warp's head goes: q, or a token of the cache, whose heads follow the queries in qkv.
+struct Target {
+    __half* q;
+    u8* cache;
+    long long stride;
+};
+
+__device__ __forceinline__ void store(const float (&x)[(HEAD_DIM + 31) / 32], const Target& to, int head, int heads,
+                                      int row, int place) {
+    const bool query = head < heads;
+    u8* cached = to.cache + (head - heads) * to.stride;
+    if constexpr (CACHE_BITS < 16) {
+        if (!query) {
+            quantize<CACHE_BITS, HEAD_DIM>(x, cached + place / 16 * Tile<CACHE_BITS, HEAD_DIM>::BYTES, place % 16);
+            return;
+        }
+    }
+    __half* rows = query ? to.q + ((size_t)row * heads + head) * HEAD_DIM : (__half*)cached + (size_t)place * HEAD_DIM;
+#pragma unroll
+    for (int j = 0; j < (HEAD_DIM + 31) / 32; j++) {
+        const int i = (threadIdx.x & 31) + 32 * j;
+        if (i < HEAD_DIM) rows[i] = __float2half_rn(x[j]);
+    }
+}
+
 template <typename T>
 __device__ __forceinline__ void rope_cache(const T* qkv, int parts, const Turning& turning, const int* position,
-                                           __half* q, __half* cache, int heads, int groups, long long room) {
+                                           const Target& to, int heads, int groups) {
     __shared__ float v[WARPS][HEAD_DIM];
-    constexpr int size = HEAD_DIM;
     const int warp = threadIdx.x >> 5, head = blockIdx.x * WARPS + warp, row = blockIdx.y, all = heads + 2 * groups;
     release_successor();
     await_predecessor();
     if (head >= all) return;
     const int place = *position + row;
-    // the heads of the cache, keys and values, follow the queries in qkv
-    __half* to = head < heads ? q + ((size_t)row * heads + head) * size
-                              : cache + ((head - heads) * room + place) * size;
-    const size_t stride = (size_t)gridDim.y * all * size;
-    qkv += ((size_t)row * all + head) * size;
-    auto loaded = load_head<size>(qkv, parts, stride, turning, head, heads + groups, place, true);
-    add_rest(loaded, qkv, parts, stride);
-    turn_head(loaded, turning, v[warp], to);
+    const size_t stride = (size_t)gridDim.y * all * HEAD_DIM;
+    qkv += ((size_t)row * all + head) * HEAD_DIM;
+    Head<HEAD_DIM> h;
+    load_values(h, qkv, parts, stride);
+    load_turning(h, turning, head, heads + groups, place);
+    add_rest(h, qkv, parts, stride);
+    turn_head(h, turning, v[warp]);
+    if (CACHE_BITS < 16) rotate<HEAD_DIM>(h.x);
+    store(h.x, to, head, heads, row, place);
 }
 
 #define ROPE_CACHE(name, T)                                                                                \
     extern "C" __global__ void __launch_bounds__(WARPS * 32)                                               \
     name(const T* qkv, int parts, const __grid_constant__ Turning turning, const int* position, __half* q, \
-         __half* cache, int heads, int groups, long long room) {                                           \
-        rope_cache(qkv, parts, turning, position, q, cache, heads, groups, room);                          \
+         u8* cache, long long stride, int heads, int groups) {                                             \
+        rope_cache(qkv, parts, turning, position, Target{q, cache, stride}, heads, groups);                \
     }
 ROPE_CACHE(rope_cache_half, __half)
 ROPE_CACHE(rope_cache_float, float)

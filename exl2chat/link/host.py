@@ -4,13 +4,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from exl2chat.engine.cache import BITS
+from exl2chat.engine.compile_grammar import compile_grammar, compile_json_schema, compile_regex
 from exl2chat.engine.drafting import Speculate
-from exl2chat.engine.generators.streaming import StreamingGenerator
+from exl2chat.engine.generators.streaming import PLAIN, Extras, StreamingGenerator
 from exl2chat.engine.loader import LoadedModel, plan_draft, plan_load
+from exl2chat.engine.lora import Adapter, Scaled, load_adapter
 from exl2chat.errors import UsageError
 from exl2chat.link import protocol as wire
 from exl2chat.paths import Paths
 from exl2chat.progress import Progress
+
+COMPILERS = {"json": compile_json_schema, "regex": compile_regex, "grammar": compile_grammar}
 
 
 class Host:
@@ -29,8 +34,10 @@ class Host:
             weight_bytes=model.transformer.weight_bytes,
             cache_bytes=model.cache.nbytes,
             sampling=dict(model.checkpoint.config.sampling),
+            cache=next(name for name, bits in BITS.items() if bits == model.cache.bits),
         )
         self.model = model
+        self._adapters: dict[str, Adapter] = {}
         self._generator = StreamingGenerator(
             model.transformer,
             model.cache,
@@ -45,7 +52,8 @@ class Host:
     ) -> wire.Finished:
         """Generate the reply, emitting Prefill and Chunk events.
 
-        ContextError when the prompt does not fit, UsageError when there is no turn to answer.
+        ContextError when the prompt does not fit, ModelError when a LoRA cannot be applied, UsageError when there is no
+        turn to answer or the form of the reply cannot be followed.
         """
         if not request.turns:
             raise UsageError("there is no message to answer", "send one first")
@@ -58,7 +66,9 @@ class Host:
             max_new_tokens=request.max_tokens,
             abort=abort,
             continuing=request.turns[-1].role == "assistant",
+            adapters=[Scaled(self._adapter(lora.path), lora.scale) for lora in request.loras],
             on_prefill=lambda done, total, cached: emit(wire.Prefill(request.id, done, total, cached)),
+            extras=self._extras(request),
         )
         emit(wire.Prefill(request.id, start.prompt_tokens, start.prompt_tokens, start.cached_tokens))
         first = None
@@ -80,6 +90,24 @@ class Host:
         )
         return wire.Finished(request.id, result.stop_reason, stats)
 
+    def _extras(self, request: wire.Generate) -> Extras:
+        """What the reply is asked for besides its text."""
+        form = request.form
+        if form is None:
+            return PLAIN
+        if request.turns[-1].role == "assistant":
+            raise UsageError("a reply that has begun cannot be given a form", "have it written anew")
+        try:
+            return Extras(constraint=COMPILERS[form.kind](self._generator.token_table(), form.text))
+        except UsageError as fault:
+            place = f"{form.source:.200}: " if form.source else ""
+            raise UsageError(place + fault.message, fault.remedy) from None
+
+    def _adapter(self, path: str) -> Adapter:
+        if path not in self._adapters:
+            self._adapters[path] = load_adapter(Path(path), self.model.transformer)
+        return self._adapters[path]
+
 
 class HostPlan:
     """A model that is found and checked, to be loaded once `replaced` is given up."""
@@ -99,7 +127,9 @@ class HostPlan:
             raise UsageError("there is no draft model to speculate with", "name one with --draft-model")
         self._name = request.model if path.parent.name == "snapshots" else path.name  # there, they are commit hashes
         model = replaced.model if replaced else None
-        self._plan = plan_load(path, request.device, request.dtype, request.context, paths, progress, model)
+        self._plan = plan_load(
+            path, request.device, request.dtype, request.context, paths, progress, model, request.cache
+        )
         self._draft = plan_draft(draft, self._plan, paths, progress) if draft else None
         self._speculate = request.speculate
 

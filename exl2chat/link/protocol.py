@@ -27,6 +27,24 @@ class Turn(msgspec.Struct, frozen=True):
     text: str
 
 
+class Form(msgspec.Struct, frozen=True):
+    """What a reply must be: JSON of a schema, the match of a regular expression, or a sentence of a grammar.
+
+    Grammars are in the Lark of llguidance, or in GBNF. `source` is the file that `text` is from, if it is from one.
+    """
+
+    kind: Literal["json", "regex", "grammar"]
+    text: str
+    source: str = ""
+
+
+class LoraUse(msgspec.Struct, frozen=True):
+    """A LoRA in the folder `path`, and how much of it: 1 as it was trained."""
+
+    path: str
+    scale: float = 1.0
+
+
 # Requests
 
 
@@ -41,18 +59,25 @@ class Load(Record, frozen=True):
     device: str = "auto"
     dtype: str = "auto"
     context: int | None = None
+    cache: str = "fp16"
     draft_model: str | None = None
     speculate: Speculate = "auto"
 
 
 class Generate(Record, frozen=True):
-    """Answer `turns`. If the last turn is the assistant's, its text is continued, not answered."""
+    """Answer `turns`. If the last turn is the assistant's, its text is continued, not answered.
+
+    With a `form` the reply is that and nothing else. Failed where that cannot be followed to the letter.
+    `loras` change the model for this reply. Each is read when it is first used and kept until the next Load.
+    """
 
     id: str
     turns: tuple[Turn, ...]
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    form: Form | None = None
+    loras: tuple[LoraUse, ...] = ()
 
 
 class Stop(Record, frozen=True):
@@ -85,6 +110,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     weight_bytes: int
     cache_bytes: int
     sampling: dict[str, Any] = {}
+    cache: str = "fp16"
 
 
 class Loading(Record, frozen=True):

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from exl2chat.ops.packed import Norm, Weight
 
+PLAIN_BITS = 16  # of a cache that is not quantised
+
 
 @dataclass(frozen=True, slots=True)
 class Heads:
@@ -22,9 +24,14 @@ class Heads:
 
 class Store(Protocol):
     """A KV cache: storage [layers, 2, G, pages, page, D], a sequence's pages one after another, `length` tokens of it
-    in use; cos and sin [positions, 1, 2, R / 2] (engine/rope.py). `position` [1] int32 is the length, on the device."""
+    in use; cos and sin [positions, 1, 2, R / 2] (engine/rope.py). `position` [1] int32 is the length, on the device.
+
+    With `bits` of 4, 6 or 8 storage is uint8 [layers, 2, G, pages, page, row_bytes], in tiles (ops/cache_format.py);
+    else it is of a float dtype and `bits` is PLAIN_BITS.
+    """
 
     storage: Tensor
+    bits: int
     cos: Tensor
     sin: Tensor
     position: Tensor

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 TOKENS = 16  # of a tile
+BLOCK, LEAST_BLOCK = 32, 16  # values that are turned together and share a scale
 # Where the values x0 .. x7 of an octet lie among its fields: the even ones first.
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+# Which token's scale lies where among those of a block of a tile.
+SLOTS = (0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,8 @@ class CacheFormat:
         blocks = torch.unflatten(rows, -1, (-1, self.block))
         scales = (blocks.abs().amax(-1, keepdim=True) / middle).half()
         wide = scales.float()
-        codes = (blocks / wide).floor().add(middle).clamp_(0, 2 * middle - 1)
-        codes = torch.where(wide > 0, codes, middle).to(torch.uint8)
+        inverse = torch.where(wide > 0, 1 / wide, 0)
+        codes = (blocks * inverse).floor().add(middle).clamp_(0, 2 * middle - 1).to(torch.uint8)
         fields = torch.unflatten(codes.flatten(-2), -1, (-1, 8))[..., ORDER]
         planes = [fields] if self.bits == 8 else [_join(fields & 15, 4)]
         if self.bits == 6:
@@ -66,6 +69,17 @@ class CacheFormat:
         values = (torch.unflatten(codes.flatten(-2), -1, (-1, self.block)).float() + (0.5 - middle)) * scales
         return values.half().flatten(-2)
 
+    def write(self, tiles: Tensor, start: int, rows: Tensor) -> None:
+        """Rows [heads, T, row_bytes] as the tokens from `start` on of tiles [heads, n, 16 * row_bytes]."""
+        tokens = torch.arange(start, start + rows.shape[1], device=tiles.device)
+        tiles[:, tokens.unsqueeze(1) // TOKENS, self.places(tiles.device)[tokens % TOKENS]] = rows
+
+    def read(self, tiles: Tensor, start: int, end: int) -> Tensor:
+        """Rows [heads, end - start, row_bytes] of tokens in tiles [heads, n, 16 * row_bytes]."""
+        first = start // TOKENS
+        rows = tiles[:, first : -(-end // TOKENS)][..., self.places(tiles.device).flatten()]
+        return rows.view(len(tiles), -1, self.row_bytes)[:, start - first * TOKENS : end - first * TOKENS]
+
     def places(self, device: torch.device) -> Tensor:
         """Where in a tile each byte of each of its 16 rows lies, int64 [16, row_bytes]."""
         return _places(self.bits, self.size, device)
@@ -73,7 +87,7 @@ class CacheFormat:
 
 def block_size(size: int) -> int:
     """How many values of a head of `size` are turned together and share a scale."""
-    return 16 if size % 32 else 32
+    return LEAST_BLOCK if size % BLOCK else BLOCK
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -111,7 +125,8 @@ def _places(bits: int, size: int, device: torch.device) -> Tensor:
         planes.append(end + (TOKENS * 4 * span + token * in_span + octet % 4) * width + byte)
         end += TOKENS * octets * width
     token, block, byte = _grid(TOKENS, size // block_size(size), 2)
-    planes.append(end + (block * TOKENS + token) * 2 + byte)
+    slot = torch.tensor([SLOTS.index(i) for i in range(TOKENS)])[token]
+    planes.append(end + (block * TOKENS + slot) * 2 + byte)
     return torch.cat([plane.flatten(1) for plane in planes], 1).to(device)
 
 

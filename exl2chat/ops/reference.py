@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from exl2chat.ops.attention import Heads, Store
+from exl2chat.ops.attention import PLAIN_BITS, Heads, Store
+from exl2chat.ops.cache_format import TOKENS, CacheFormat, rotate
 from exl2chat.ops.packed import Norm, Weight
 
 recorded_rows = 0
@@ -50,31 +51,72 @@ class View:
     mask: Tensor | None
 
     def __call__(self, qkv: Tensor, head_norm: Norm | None, into: Weight) -> Tensor:  # noqa: ARG002
-        heads, groups = self.heads, self.heads.groups
-        qkv = qkv.float().view(qkv.shape[0], -1, heads.size)
-        turning = qkv[:, :-groups]
-        if head_norm is not None:
-            turning.copy_(rms_norm(turning, head_norm))
-        rope_(turning, self.cos, self.sin)
-        q, kv = qkv.split_with_sizes((heads.queries, 2 * groups), 1)
+        q, kv = turn(qkv, self.heads, head_norm, self.cos, self.sin)
         self.new.copy_(kv)
-        return attention(q, self.keys, self.values, heads.scale, self.mask, heads.cap)
+        return attention(q, self.keys, self.values, self.heads.scale, self.mask, self.heads.cap)
 
 
-def attends(store: Store, count: int, heads: Heads, windows: Sequence[int | None]) -> list[View]:
+@dataclass(frozen=True, slots=True)
+class QuantizedView:
+    """A quantised cache as one layer sees it in one step (an Attend): `memory` [2 * G, tiles, bytes], keys before
+    values, of which the tokens [start, start + T) are written and the last `reach` read; `mask` as `visible` made it.
+
+    Queries, keys and values are rotated as the format wants it, what comes out is rotated back.
+    """
+
+    heads: Heads
+    cos: Tensor
+    sin: Tensor
+    shape: CacheFormat
+    memory: Tensor
+    start: int
+    reach: int
+    mask: Tensor | None
+
+    def __call__(self, qkv: Tensor, head_norm: Norm | None, into: Weight) -> Tensor:  # noqa: ARG002
+        q, kv = turn(qkv, self.heads, head_norm, self.cos, self.sin)
+        self.shape.write(self.memory, self.start, self.shape.quantize(rotate(kv)).transpose(0, 1))
+        end = self.start + qkv.shape[0]
+        seen = self.shape.dequantize(self.shape.read(self.memory, end - self.reach, end)).float()
+        keys, values = seen.unflatten(0, (2, 1, -1))  # type: ignore[no-untyped-call]
+        out = attention(rotate(q), keys, values, self.heads.scale, self.mask, self.heads.cap)
+        return rotate(out.view(q.shape)).flatten(1)
+
+
+def turn(qkv: Tensor, heads: Heads, head_norm: Norm | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries [T, H, D], and keys and values [T, 2 * G, D] of qkv, float32, after head norm and RoPE."""
+    qkv = qkv.float().view(qkv.shape[0], -1, heads.size)
+    turning = qkv[:, : -heads.groups]
+    if head_norm is not None:
+        turning.copy_(rms_norm(turning, head_norm))
+    rope_(turning, cos, sin)
+    q, kv = qkv.split_with_sizes((heads.queries, 2 * heads.groups), 1)
+    return q, kv
+
+
+def attends(store: Store, count: int, heads: Heads, windows: Sequence[int | None]) -> Sequence[View | QuantizedView]:
     """Each layer's view of the cache in a step of `count` tokens after `store.length`. A mask is made once a window."""
     start, total = store.length, store.length + count
+    cos, sin = store.cos[start:total], store.sin[start:total]
+    reaches = [total if window is None else min(total, window + count - 1) for window in windows]
+    masks: dict[int | None, Tensor | None] = {}
+    for window, reach in zip(windows, reaches, strict=True):
+        if window not in masks:
+            masks[window] = visible(count, reach, window, store.storage.device)
+    if store.bits != PLAIN_BITS:
+        shape = CacheFormat(store.bits, heads.size)
+        layers = store.storage.flatten(1, 2).flatten(2, 4).unflatten(2, (-1, TOKENS * shape.row_bytes)).unbind(0)  # type: ignore[no-untyped-call]
+        return [
+            QuantizedView(heads, cos, sin, shape, layer, start, reach, masks[window])
+            for layer, reach, window in zip(layers, reaches, windows, strict=True)
+        ]
     rows = store.storage.flatten(3, 4)
     seen = rows[:, :, :, :total].unsqueeze(2)
-    cos, sin = store.cos[start:total], store.sin[start:total]
     written = rows[:, :, :, start:total].flatten(1, 2).transpose(1, 2)
-    layers = (written.unbind(0), seen[:, 0].unbind(0), seen[:, 1].unbind(0))
-    masks: dict[int | None, Tensor | None] = {}
     views = []
-    for window, new, keys, values in zip(windows, *layers, strict=True):
-        reach = total if window is None else min(total, window + count - 1)
-        if window not in masks:
-            masks[window] = visible(count, reach, window, rows.device)
+    for window, reach, new, keys, values in zip(
+        windows, reaches, written.unbind(0), seen[:, 0].unbind(0), seen[:, 1].unbind(0), strict=True
+    ):
         if reach < total:
             keys, values = keys[:, :, -reach:], values[:, :, -reach:]
         views.append(View(heads, cos, sin, new, keys, values, masks[window]))

@@ -27,7 +27,7 @@ PHASES = {
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the status line says. Tokens; seconds; 0 where unknown."""
+    """What the status line says. Tokens; seconds; 0 where unknown. `form`: what replies must be, in a word."""
 
     phase: Phase = "down"
     used: int = 0
@@ -35,6 +35,7 @@ class Status:
     tokens_per_second: float = 0.0
     first_token_s: float = 0.0
     queued: int = 0
+    form: str = ""
 
 
 class Line(Widget):
@@ -132,6 +133,8 @@ def status_words(status: Status) -> list[str]:
     words = [PHASES[status.phase]]
     if status.queued:
         words.append(f"{status.queued} queued")
+    if status.form:
+        words.append(f"{status.form} only")
     if status.context:
         share = status.used / status.context
         words.append(f"context {meter(share, 8)} {amount(status.used)} of {amount(status.context)}")

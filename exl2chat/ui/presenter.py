@@ -82,6 +82,7 @@ class Presenter:
             tokens_per_second=round(controller.tokens_per_second, 1),
             first_token_s=stats.first_token_s if stats else 0.0,
             queued=len(controller.queued),
+            form=controller.form.kind if controller.form else "",
         )
 
     @singledispatchmethod

@@ -102,7 +102,7 @@ def offered(line: str, paths: Paths) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("/re", ["/retry ", "/redo ", "/rename "]),
+        ("/re", ["/retry ", "/redo ", "/rename ", "/regex "]),
         ("/xpor", ["/export "]),
         ("/set top", ["/set top_k", "/set top_p", "/set top_n_sigma", "/set top_a"]),
         ("/set dtype b", ["/set dtype bfloat16"]),

@@ -34,6 +34,8 @@ class FakeCache:
 class FakeModel:
     """Logits from a hash of the cache; or, with `reply`, from a function of it that says the next token."""
 
+    adapters = ()
+
     def __init__(self, reply: Callable[[list[int]], int] | None = None) -> None:
         self.device, self.dtype = torch.device("cpu"), torch.bfloat16
         self.config = SimpleNamespace(vocab_size=VOCABULARY, context=100)

@@ -42,6 +42,8 @@ class Memory:
 class Device:
     """A model, and the stream that its work is queued on. It works when it is asked for something, or at once."""
 
+    adapters = ()
+
     def __init__(self, memory: Memory, eager: bool) -> None:
         self.memory, self.eager = memory, eager
         self.device, self.dtype, self.config = torch.device("cpu"), torch.bfloat16, FakeModel().config

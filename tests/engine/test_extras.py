@@ -17,7 +17,7 @@ from exl2chat.engine.sampler import Sampler
 from exl2chat.engine.token_table import TokenTable
 from exl2chat.errors import ChatError, UsageError
 from exl2chat.settings import Sampling
-from tests.engine.fake_model import END, VOCABULARY, FakeCache, FakeModel, FakeTokenizer, saying
+from tests.engine.fake_model import END, OTHER_END, VOCABULARY, FakeCache, FakeModel, FakeTokenizer, saying
 
 GREEDY = Sampling(temperature=0)
 WARM = Sampling(temperature=1.0, top_p=1.0, seed=5)
@@ -99,6 +99,22 @@ def test_a_limit_cuts_a_constrained_reply_and_says_so() -> None:
     assert (len(text), last.stop_reason) == (4, "max_tokens")
 
 
+def test_stop_ids_that_are_no_tokens_disturb_no_constraint() -> None:
+    subject = generator(saying("aa", 3))
+    subject.set_stop_conditions([END, -1, 10**6])
+    rule = compile_regex(subject.token_table(), "a+")
+    assert reply(subject, Extras(constraint=rule), GREEDY)[0] == "aa"
+    assert reply(subject, Extras(constraint=rule, prefer_end=True), GREEDY)[0] == "a"
+
+
+def test_the_table_of_tokens_is_made_once_for_the_stop_ids_in_force() -> None:
+    subject = generator()
+    first = subject.token_table()
+    assert subject.token_table() is first
+    subject.set_stop_conditions([OTHER_END])
+    assert subject.token_table().end_ids.tolist() == [OTHER_END]
+
+
 class Vowels:
     """A filter as users write them: three vowels."""
 
@@ -177,6 +193,14 @@ def test_a_constraint_applies_to_what_a_healed_token_adds() -> None:
     assert (text, last.stop_reason) == ("er!", "eos")
     whole = names.detokenizer(continuing=True)
     assert "".join(map(whole.push, tokens)) == " quicker!"
+
+
+@pytest.mark.parametrize("size", [END + 1, VOCABULARY + 9])
+def test_a_constraint_may_know_of_more_or_fewer_tokens_than_the_model(size: int) -> None:
+    known = TokenTable(FakeTokenizer(), size, {END})  # type: ignore[arg-type]
+    healed = Extras(token_healing=True, constraint=compile_regex(known, "!{3}"))
+    assert reply(generator(), healed)[0] == "!!!"
+    assert reply(generator(), Extras(constraint=compile_regex(known, "!{3}")))[0] == "!!!"
 
 
 def test_a_filter_is_told_what_was_healed() -> None:
@@ -295,9 +319,9 @@ def test_what_is_no_list_of_texts_is_refused(bad: Any) -> None:
 def test_a_token_banned_for_a_step_is_not_drawn_in_that_step() -> None:
     subject = generator(saying("aaaa", 3))
     subject.begin_stream_ex(PROMPT, GREEDY)
-    assert [subject.stream_ex().text, subject.stream_ex(banned=[97]).text != "a", subject.stream_ex().text] == [
-        "a", True, "a",
-    ]  # fmt: skip
+    assert subject.stream_ex().text == "a"
+    assert subject.stream_ex(banned=[97, -1, 10**6]).text != "a"
+    assert subject.stream_ex().text == "a"
 
 
 # How tokens were drawn

@@ -2,6 +2,7 @@
 
 import pytest
 
+from exl2chat.engine.reply_benchmark import REPLY
 from exl2chat.engine.step_benchmark import SHORT_WORKLOAD, WORKLOAD, Workload, as_objects
 from exl2chat.ops.kernel_benchmark import KernelRow
 
@@ -23,9 +24,9 @@ def test_a_workload_keeps_to_the_context(room: int, contexts: tuple[int, ...], p
 
 
 def test_a_workload_needs_room_for_its_longest_part() -> None:
-    assert Workload((100,), (1, 5), (50,)).room == 105
+    assert Workload((100,), (1, 5), (50,)).room == 100 + REPLY
     assert Workload((100,), (1, 5), (500,)).room == 500
-    assert SHORT_WORKLOAD.room == 129
+    assert SHORT_WORKLOAD.room == 128 + REPLY
 
 
 def test_several_tokens_at_once_are_compared_with_one_at_the_same_context() -> None:

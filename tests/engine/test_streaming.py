@@ -83,6 +83,16 @@ def test_every_token_of_a_conversation_is_computed_once() -> None:
     assert sum(model.calls) == len(conversation) - 4
 
 
+def test_a_step_adds_to_the_sequence_and_copies_nothing() -> None:
+    subject = generator()
+    subject.begin_stream_ex([1, 2, 3], GREEDY)
+    sequence = subject.tokens
+    for _ in range(5):
+        subject.stream_ex()
+    assert subject.tokens is sequence
+    assert len(sequence) == 8
+
+
 @pytest.mark.parametrize("steps", range(8))
 def test_an_abort_at_any_step_leaves_a_cache_to_go_on_from(steps: int) -> None:
     subject, prompt = generator(), [5, 6, 7]

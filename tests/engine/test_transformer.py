@@ -1,5 +1,6 @@
 """The forward pass against transformers on tiny random models of every architecture, in float32."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from exl2chat.engine.transformer import Transformer
 from exl2chat.errors import ContextError
 from exl2chat.model.arch import ARCHITECTURES
 from exl2chat.model.checkpoint import open_checkpoint
+from exl2chat.ops import reference
+from exl2chat.ops.packed import Norm, Weight
 from exl2chat.progress import silent
 
 TOLERANCE = 1e-4
@@ -141,6 +144,36 @@ def test_the_last_logits_alone_are_those_of_the_last_token(ours: Transformer) ->
     last = ours.forward(ids, ours.new_cache(300), last_only=True)
     assert last.shape == (1, VOCABULARY)
     torch.testing.assert_close(last, whole[-1:], rtol=0, atol=TOLERANCE)
+
+
+def test_the_last_logits_are_right_where_the_head_takes_rows_in_a_form_of_its_own(ours: Transformer) -> None:
+    """As packed heads on a GPU do, whose form of activations depends on how many rows there are."""
+    base = ours.weights.head
+
+    class Head:
+        nbytes = base.nbytes
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return base(x.T)
+
+    class OwnForm:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(reference, name)
+
+        def norm(self, x: torch.Tensor, norm: Norm, into: Weight) -> torch.Tensor:
+            y = reference.norm(x, norm, into)
+            return y.T if isinstance(into, Head) else y
+
+        def add_norm(self, x: torch.Tensor, out: torch.Tensor, post: Norm | None, norm: Norm, into: Weight) -> Any:
+            y = reference.add_norm(x, out, post, norm, into)
+            return y.T if isinstance(into, Head) else y
+
+    model = replace(ours, ops=OwnForm(), weights=replace(ours.weights, head=Head()))
+    for ids in (tokens(20), tokens(1)):
+        whole = ours.forward(ids, ours.new_cache(300))
+        torch.testing.assert_close(model.forward(ids, model.new_cache(300)), whole, rtol=0, atol=TOLERANCE)
+        last = model.forward(ids, model.new_cache(300), last_only=True)
+        torch.testing.assert_close(last, whole[-1:], rtol=0, atol=TOLERANCE)
 
 
 def test_truncating_and_extending_equals_a_fresh_cache_bit_for_bit(ours: Transformer) -> None:

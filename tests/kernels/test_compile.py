@@ -16,12 +16,13 @@ import pytest
 from cuda.bindings import nvrtc
 
 from exl2chat.kernels import FOLDER, options, source
-from exl2chat.ops import cuda, cuda_prefill
+from exl2chat.ops import cuda_attention, cuda_prefill
 from exl2chat.ops.gemm import HEIGHTS
 from exl2chat.ops.plan import CHUNKS, ROWS, WARPS
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
 FAST = "--Ofast-compile=max"
+SHARED = 227 << 10  # bytes that a block may have on sm_90
 HEAD_DIMS = (64, 80, 96, 128, 256)
 Job = tuple[str, dict[str, int]]
 
@@ -39,10 +40,10 @@ def jobs(hopper: bool) -> Iterator[Job]:
         yield name, {}
     for units in (1, 2, 4):
         yield "norm.cu", {"UNITS": units}
-    for size in HEAD_DIMS:
-        yield "rope_cache.cu", {"HEAD_DIM": size}
-        (warps, stages), tiles = cuda.SHAPES[0], 2 if size <= cuda.MAX_TILED_DIM else 1
-        yield "attention.cu", {"HEAD_DIM": size, "WARPS": warps, "STAGES": stages, "QTILES": tiles}
+    for size, bits in (*product(HEAD_DIMS, (16, 6)), (128, 8), (128, 4)):
+        yield "rope_cache.cu", {"HEAD_DIM": size, "CACHE_BITS": bits}
+        queries = 8 * cuda_attention.max_tiles(size)
+        yield "attention.cu", cuda_attention.choose_shape(queries, size, bits, SHARED).defines
 
 
 def prompt_jobs(hopper: bool) -> Iterator[Job]:
@@ -61,7 +62,9 @@ def compile_for(architecture: str, job: Job) -> str:
     name, defines = job
     include = next(Path(str(f.locate())).parent for f in files("nvidia-cuda-runtime") or () if f.name == "cuda_fp16.h")
     _, program = nvrtc.nvrtcCreateProgram(source(name).encode(), name.encode(), 0, [], [])
-    flags = [flag.encode() for flag in (*options(defines), FAST, f"-arch={architecture}", f"-I{include}")]
+    # Without optimising, the assembler warns of wgmma in loops.
+    fast = () if architecture == "sm_90a" and name in ("gemm.cu", "prefill_attention.cu") else (FAST,)
+    flags = [flag.encode() for flag in (*options(defines), *fast, f"-arch={architecture}", f"-I{include}")]
     status = nvrtc.nvrtcCompileProgram(program, len(flags), flags)[0]
     log = bytearray(nvrtc.nvrtcGetProgramLogSize(program)[1])
     as_bytes = bytes(log)

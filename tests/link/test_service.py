@@ -1,6 +1,7 @@
 """What the worker does, with a real tiny model: everything but the pipe."""
 
 import json
+import re
 import shutil
 import threading
 import weakref
@@ -12,7 +13,9 @@ import torch
 
 from exl2chat.engine import placement
 from exl2chat.engine.loader import LoadedModel
+from exl2chat.engine.lora import load_adapter
 from exl2chat.engine.transformer import Transformer
+from exl2chat.errors import ModelError
 from exl2chat.link import host
 from exl2chat.link import protocol as wire
 from exl2chat.link.service import Service
@@ -20,6 +23,7 @@ from exl2chat.model.checkpoint import open_checkpoint
 from exl2chat.model.tokenizer import open_tokenizer
 from exl2chat.paths import Paths
 from exl2chat.settings import Sampling
+from tests.model.lora_files import make_lora
 from tests.model.tokenizer_files import write_tokenizer
 
 MODEL = str(Path(__file__).parent.parent / "data" / "golden" / "llama-6.0bpw-exl2")
@@ -135,6 +139,37 @@ def test_the_next_turn_reuses_what_is_cached_and_the_seed_reproduces(tmp_path):
     assert last(events, "b").stats.cached_tokens == last(events, "a").stats.prompt_tokens - 1
     assert text_of(events, "a") == text_of(events, "b") != ""
     assert last(events, "b").stats.seed == 11
+
+
+def test_a_reply_uses_its_own_loras_each_read_once(tmp_path, monkeypatch):
+    folder, broken = tmp_path / "lora", tmp_path / "nowhere"
+    config = open_checkpoint(Path(MODEL)).config
+    make_lora(folder, {"model.layers.0.mlp.gate_proj": (config.intermediate_size, config.hidden_size)}, size=2)
+    read = []
+    monkeypatch.setattr(host, "load_adapter", lambda path, model: read.append(path) or load_adapter(path, model))
+
+    def use(*loras):
+        return tuple(wire.LoraUse(str(path), scale) for path, scale in loras)
+
+    def asks(*names):
+        uses = {
+            "none": (),
+            "full": use((folder, 1)),
+            "half": use((folder, 0.5)),
+            "two": use((folder, 0.5), (folder, 0.5)),
+        }
+        return (ask(str(number) + name, loras=uses[name]) for number, name in enumerate(names))
+
+    names = ("none", "full", "half", "full", "full", "two", "none")
+    events = serve(tmp_path, LOAD, *asks(*names), ask("broken", loras=use((broken, 1))), ask("after"))
+    replies = [text_of(events, f"{number}{name}") for number, name in enumerate(names)]
+    assert len(set(replies[:3])) == 3
+    assert replies[3:] == [replies[1], replies[1], replies[1], replies[0]]
+    cached = [last(events, f"{number}{name}").stats.cached_tokens for number, name in enumerate(names)]
+    assert [number for number, count in enumerate(cached) if count] == [4]
+    assert (last(events, "broken").status, text_of(events, "after")) == (ModelError.status, replies[0])
+    assert "nowhere: is no folder" in last(events, "broken").message
+    assert read == [folder, broken]
 
 
 def test_an_assistant_turn_at_the_end_is_continued(tmp_path):
@@ -379,3 +414,52 @@ def test_shutdown_ends_a_reply_in_hand(tmp_path):
     thread.join(timeout=60)
     assert not thread.is_alive()
     assert events[-1].reason == "stopped"
+
+
+# The form of a reply
+
+SCHEMA = '{"properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": false}'
+OBJECT = SCHEMA.replace("{", '{"type": "object", "x-guidance": {"whitespace_flexible": false}, ', 1)
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        (wire.Form("json", OBJECT), r'\{"ok":(true|false)\}'),
+        (wire.Form("regex", "[ab]{4}|[cd]{3}"), "[ab]{4}|[cd]{3}"),
+        (wire.Form("grammar", 'start: "yes" | "no"'), "yes|no"),
+        (wire.Form("grammar", 'root ::= "yes" | "no"'), "yes|no"),
+    ],
+)
+def test_a_reply_has_the_form_that_was_asked_for_and_the_next_one_is_free(tmp_path, form, pattern):
+    events = serve(tmp_path, LOAD, ask(form=form, max_tokens=40), ask("b", max_tokens=12))
+    assert last(events).reason == "eos"
+    assert re.fullmatch(pattern, text_of(events))
+    assert text_of(events, "b") == text_of(serve(tmp_path, LOAD, ask("b", max_tokens=12)), "b")
+
+
+@pytest.mark.parametrize(
+    ("form", "complaint"),
+    [
+        (
+            wire.Form("json", '{"properties": {"a": {"not": {}}}}', "s.json"),
+            r"s\.json: JSON schema, at /properties/a",
+        ),
+        (wire.Form("json", "{"), "JSON schema, line 1, column 2"),
+        (wire.Form("regex", "a(?=b)"), "regular expression"),
+        (wire.Form("grammar", "start: nothing", "g.lark"), r"g\.lark: grammar"),
+        (wire.Form("grammar", "root ::= ("), "GBNF grammar"),
+    ],
+)
+def test_a_form_that_cannot_be_followed_is_an_error_and_no_reply(tmp_path, form, complaint):
+    events = serve(tmp_path, LOAD, ask(form=form), ask("b"))
+    assert last(events).status == 2
+    assert re.match(complaint, last(events).message)
+    assert text_of(events) == ""
+    assert isinstance(last(events, "b"), wire.Finished)
+
+
+def test_a_reply_that_has_begun_gets_no_form(tmp_path):
+    turns = (wire.Turn("user", "hello"), wire.Turn("assistant", "{"))
+    events = serve(tmp_path, LOAD, wire.Generate("a", turns, form=wire.Form("json", "{}")))
+    assert "cannot be given a form" in last(events).message

@@ -35,6 +35,10 @@ def test_status() -> None:
     ]
 
 
+def test_what_replies_must_be_is_in_the_status() -> None:
+    assert status_words(Status("ready", form="json")) == ["ready", "json only"]
+
+
 def test_words_that_do_not_fit_are_left_out() -> None:
     assert joined(("ready", "a very long one", "short"), 15) == "ready  ·  short"
     assert joined(("much too long", "b"), 3) == "much too long"

@@ -12,9 +12,11 @@ from exl2chat.engine.constraints import Constraint
 from exl2chat.engine.decoders import MOST_DRAFTS, Decoder, Decoders
 from exl2chat.engine.drafting import Speculate, choose_drafter
 from exl2chat.engine.healing import Healer
+from exl2chat.engine.lora import Scaled, with_adapters
 from exl2chat.engine.samplers.vocabulary import Vocabulary
 from exl2chat.engine.speculation import Speculated
 from exl2chat.engine.stopping import Banned, Gate, Passed, StopConditions, StopReason
+from exl2chat.engine.token_table import TokenTable
 from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.errors import ChatError, ContextError, UsageError
 from exl2chat.model.detokenizer import Detokenizer
@@ -38,7 +40,7 @@ class Extras(msgspec.Struct, frozen=True):
     constraint: Constraint | None = None
     prefer_end: bool = False
     token_healing: bool = False
-    banned_strings: tuple[str, ...] = ()
+    banned_strings: Collection[str] = ()
     return_probabilities: bool = False
     return_top_tokens: int = 0
     return_logits: bool = False
@@ -149,6 +151,7 @@ class StreamingGenerator:
         self._healer = Healer(tokenizer, self._size)
         self._conditions = StopConditions(tokenizer.eos_ids)
         self._reply: _Reply | None = None
+        self._table: TokenTable | None = None
         self._filled = 0
         self.tokens: list[int] = []
 
@@ -164,6 +167,13 @@ class StreamingGenerator:
         """
         self._conditions = StopConditions.of(conditions)
 
+    def token_table(self) -> TokenTable:
+        """The tokens as a constraint sees them. The stop ids in force end a reply."""
+        ends = {token for token in self._conditions.ids if 0 <= token < self._size}
+        if self._table is None or set(self._table.end_ids.tolist()) != ends:
+            self._table = TokenTable(self._tokenizer, self._size, ends)
+        return self._table
+
     def begin_stream_ex(
         self,
         input_ids: Sequence[int] | torch.Tensor,
@@ -175,13 +185,15 @@ class StreamingGenerator:
         decode_special_tokens: bool = False,
         continuing: bool = False,
         extras: Extras = PLAIN,
+        adapters: Sequence[Scaled] = (),
     ) -> StreamStart:
         """Read the prompt: all but its last token go into the cache, less the longest prefix that is there already.
 
         input_ids: [n] or [1, n]. settings.seed None draws a seed, reported in the result. `abort` is asked before
         every chunk and every token; once it is true the prompt is read no further and `stream_ex` reports "stopped".
         on_prefill(done, total, cached) follows every chunk. `continuing`: the prompt ends in the middle of a text, so
-        that the space before the first word is text too. ContextError when the prompt leaves no room for a token.
+        that the space before the first word is text too. `adapters`: the LoRAs of this reply; what the cache holds is
+        reused only if it was computed with the same. ContextError when the prompt leaves no room for a token.
         """
         self._reply = None
         ids = self._checked(input_ids)
@@ -190,6 +202,7 @@ class StreamingGenerator:
         gate = Gate(self._conditions.strings, extras.banned_strings)
         healed = self._take_healed(ids, extras)
         limits = self._limits(extras, healed, continuing)
+        self._use(adapters)
         cached = self._reuse(ids)
         longest = min(self._cache.capacity, len(ids) + (max_new_tokens or self._cache.capacity))
         decoder = self._decoders.choose(settings, ids, longest, limits)
@@ -325,15 +338,20 @@ class StreamingGenerator:
             )
         return ids
 
+    def _use(self, adapters: Sequence[Scaled]) -> None:
+        """Run the model with these adapters from now on. Nothing that was computed with others is known any more."""
+        model = with_adapters(self._model, adapters)
+        if model is not self._model:
+            self._model = self._decoders.model = model
+            self._filled = 0
+
     def _reuse(self, ids: list[int]) -> int:
         """Make `ids` the sequence and cut the cache to what they share with the last one; that length.
 
         A cache of another length than this generator left it at was used by somebody else: nothing in it is known.
         """
         known = self.tokens[: self._filled] if self._cache.length == self._filled else []
-        pairs = zip(known, ids[:-1], strict=False)
-        shorter = min(len(known), len(ids) - 1)
-        common = next((n for n, (old, new) in enumerate(pairs) if old != new), shorter)
+        common = _shared(known, ids[:-1])
         self._cache.truncate(common)
         self._filled = common
         self.tokens = ids
@@ -354,3 +372,15 @@ class StreamingGenerator:
 def _known_ids(tokenizer: Tokenizer, rows: int) -> int:
     """One more than the last id that is a token. Embedding and head often have more rows, which mean nothing."""
     return next((count for count in range(rows, 0, -1) if tokenizer.token_of(count - 1)), rows)
+
+
+def _shared(old: list[int], new: list[int]) -> int:
+    """How many tokens both begin with. Slices are compared as a whole: 100,000 tokens take 2 ms, one by one 10."""
+    low, high = 0, min(len(old), len(new))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if old[low:middle] == new[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,16 +1,18 @@
 """`ExLlamaV2StreamingGenerator`: a stream of one reply."""
 
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from threading import Event
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from exl2chat.engine.generators.streaming import StreamingGenerator
+from exl2chat.engine.generators.streaming import Extras, StreamingGenerator, StreamResult
 from exl2chat.exllamav2.cache import ExLlamaV2Cache
+from exl2chat.exllamav2.generator.filters import ExLlamaV2Filter, constraint_of
 from exl2chat.exllamav2.generator.sampler import ExLlamaV2Sampler
+from exl2chat.exllamav2.lora import Loras, scaled_loras
 from exl2chat.exllamav2.model import ExLlamaV2
 from exl2chat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exl2chat.exllamav2.unsupported import refuse_set
@@ -37,6 +39,7 @@ class ExLlamaV2StreamingGenerator:
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self._generator = StreamingGenerator(model.transformer, cache.kv, tokenizer.tokenizer)
         self._generator.set_stop_conditions(tokenizer.eos_ids)
+        self._extras = Extras()
 
     @property
     def sequence_ids(self) -> Tensor:
@@ -69,7 +72,7 @@ class ExLlamaV2StreamingGenerator:
         input_ids: Tensor,
         gen_settings: ExLlamaV2Sampler.Settings,
         token_healing: bool = False,
-        loras: object = None,
+        loras: Loras = None,
         input_mask: Tensor | None = None,
         position_offsets: Tensor | None = None,
         abort_event: Event | None = None,
@@ -92,7 +95,7 @@ class ExLlamaV2StreamingGenerator:
         input_ids: Tensor,
         gen_settings: ExLlamaV2Sampler.Settings,
         token_healing: bool = False,
-        loras: object = None,
+        loras: Loras = None,
         input_mask: Tensor | None = None,
         position_offsets: Tensor | None = None,
         return_probabilities: bool = False,
@@ -102,35 +105,72 @@ class ExLlamaV2StreamingGenerator:
         input_embeddings: Tensor | None = None,
         decode_special_tokens: bool = False,
         banned_strings: list[str] | None = None,
-        filters: list[Any] | None = None,
+        filters: Sequence[ExLlamaV2Filter] | None = None,
         filter_prefer_eos: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Read the prompt `input_ids` [1, n]. UsageError naming any parameter set that is not supported yet."""
-        refuse_set(Begin, token_healing=token_healing, loras=loras, input_mask=input_mask)
-        refuse_set(Begin, position_offsets=position_offsets, return_probabilities=return_probabilities)
-        refuse_set(Begin, return_top_tokens=return_top_tokens, return_logits=return_logits)
-        refuse_set(Begin, input_embeddings=input_embeddings, banned_strings=banned_strings)
-        refuse_set(Begin, filters=filters, filter_prefer_eos=filter_prefer_eos, **kwargs)
+        """Read the prompt `input_ids` [1, n]. UsageError naming any parameter set that is not supported yet.
+
+        With token_healing the first token of the reply takes the place of the prompt's last one: it repeats that
+        one's text, and only what it adds to that is in a chunk. filter_prefer_eos: take an EOS token as soon as all
+        filters let one pass.
+        """
+        refuse_set(Begin, input_mask=input_mask, position_offsets=position_offsets)
+        refuse_set(Begin, input_embeddings=input_embeddings, **kwargs)
         self.abort_event = abort_event
+        self._extras = Extras(
+            constraint=constraint_of(self.tokenizer, filters or ()),
+            prefer_end=filter_prefer_eos,
+            token_healing=token_healing,
+            banned_strings=banned_strings or (),
+            return_probabilities=return_probabilities,
+            return_top_tokens=return_top_tokens,
+            return_logits=return_logits,
+        )
         self._generator.begin_stream_ex(
             input_ids,
             gen_settings.sampling(seed=random.getrandbits(63)),
             abort=lambda: abort_event is not None and abort_event.is_set(),
             decode_special_tokens=decode_special_tokens,
+            extras=self._extras,
+            adapters=scaled_loras(loras),
         )
 
     def stream_ex(self, ban_tokens: list[int] | None = None, **kwargs: Any) -> dict[str, Any]:
-        """One more token: chunk (str), eos (bool), chunk_token_ids (int64 [1, n]), stop_reason and reply_tokens."""
-        refuse_set("ExLlamaV2StreamingGenerator.stream_ex", ban_tokens=ban_tokens, **kwargs)
-        result = self._generator.stream_ex()
-        return {
+        """One more token, which is none of `ban_tokens`.
+
+        chunk (str), eos (bool), chunk_token_ids (int64 [1, n]), stop_reason and reply_tokens; as far as they were asked
+        for, probs [1, n], top_tokens and top_probs [1, n, k] with -1 and 0 where fewer could be drawn, and logits
+        [1, n, V] as the model computed them; suppressed, the text that was taken back, where a banned string was.
+        Probabilities are those of what the settings leave.
+        """
+        refuse_set("ExLlamaV2StreamingGenerator.stream_ex", **kwargs)
+        result = self._generator.stream_ex(ban_tokens or ())
+        answer = {
             "chunk": result.text,
             "eos": result.eos,
             "chunk_token_ids": torch.tensor([result.tokens], dtype=torch.int64),
             "stop_reason": result.stop_reason,
             "reply_tokens": result.reply_tokens,
         }
+        return {**answer, **({"suppressed": result.suppressed} if result.suppressed else {}), **self._details(result)}
+
+    def _details(self, result: StreamResult) -> dict[str, Tensor]:
+        """How the tokens of `result` were drawn, as far as that was asked for."""
+        details, count, answer = result.details, self._extras.return_top_tokens, {}
+        if self._extras.return_probabilities:
+            answer["probs"] = torch.tensor([[detail.probability for detail in details]])
+        if count:
+            tops = [[*detail.top, *[(-1, 0.0)] * (count - len(detail.top))] for detail in details]
+            ids = [[token for token, _ in top] for top in tops]
+            probabilities = [[probability for _, probability in top] for top in tops]
+            answer["top_tokens"] = torch.tensor(ids, dtype=torch.int64).reshape(1, len(details), count)
+            answer["top_probs"] = torch.tensor(probabilities).reshape(1, len(details), count)
+        if self._extras.return_logits:
+            rows = [torch.from_numpy(detail.logits) for detail in details if detail.logits is not None]
+            size = self.tokenizer.get_vocab_size()
+            answer["logits"] = torch.stack(rows)[None] if rows else torch.empty(1, 0, size)
+        return answer
 
     def stream(self, **kwargs: Any) -> tuple[str, bool, Tensor]:
         """`stream_ex` as a tuple (chunk, eos, chunk_token_ids)."""

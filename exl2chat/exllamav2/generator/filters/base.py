@@ -1,10 +1,14 @@
 """`ExLlamaV2Filter`: what a filter of the user extends."""
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, Self
 
 import torch
+
+from exl2chat.engine.constraints import AllOf, Constraint
+from exl2chat.engine.filters import FilterConstraint
+from exl2chat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 
 CONTAINERS = (list, dict, set, bytearray)
 
@@ -54,3 +58,9 @@ class ExLlamaV2Filter:
     def mask_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """`logits` [1, 1, V] with those of forbidden tokens at minus infinity."""
         raise NotImplementedError(f"{type(self).__name__} has no mask_logits()")
+
+
+def constraint_of(tokenizer: ExLlamaV2Tokenizer, filters: Sequence[ExLlamaV2Filter]) -> Constraint | None:
+    """All `filters` at once; None without any."""
+    constraints = [FilterConstraint(tokenizer.token_table, rule) for rule in filters]
+    return AllOf(constraints) if constraints else None

@@ -1,0 +1,64 @@
+"""What a reply must be, as users say it: a JSON schema, a regular expression, a grammar; the text itself or a file."""
+
+import json
+import os
+from typing import Literal
+
+from exl2chat.errors import UsageError
+from exl2chat.link.protocol import Form
+
+Kind = Literal["json", "regex", "grammar"]
+MEANING = {
+    "json": "JSON of this schema",
+    "regex": "what this regular expression matches as a whole",
+    "grammar": "sentences of this grammar",
+}
+LARGEST = 4 << 20  # bytes of a file
+
+
+def form_of(kind: Kind, argument: str) -> Form:
+    """`argument` is the schema, expression or grammar, or, but for an expression, names the file that holds it.
+
+    UsageError naming file and place where it cannot be read or is not JSON. The engine says whether it can be followed.
+    """
+    if kind == "regex" or _is_itself(kind, argument):
+        form = Form(kind, argument)
+    else:
+        form = Form(kind, _read(argument), argument)
+    if kind == "json":
+        _check_json(form)
+    return form
+
+
+def _is_itself(kind: Kind, argument: str) -> bool:
+    """Whether `argument` is no name of a file: an object or `true`, or rules with their colons."""
+    if kind == "json":
+        return argument.lstrip().startswith("{") or argument.strip() in ("true", "false")
+    return ":" in argument and not os.path.exists(os.path.expanduser(argument))
+
+
+def _read(name: str) -> str:
+    try:
+        with open(os.path.expanduser(name), "rb") as file:
+            data = file.read(LARGEST + 1)
+    except (OSError, ValueError) as fault:
+        reason = fault.strerror if isinstance(fault, OSError) else "no name of a file"
+        raise UsageError(f"{name:.200}: {reason}", "give a file, or the text itself") from None
+    if len(data) > LARGEST:
+        raise UsageError(f"{name:.200}: larger than {LARGEST >> 20} MiB", "give a smaller file")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as fault:
+        line = data.count(b"\n", 0, fault.start) + 1
+        raise UsageError(f"{name:.200}: line {line} is not UTF-8 text", "save the file as UTF-8") from None
+
+
+def _check_json(form: Form) -> None:
+    where = form.source or "JSON schema"
+    try:
+        json.loads(form.text)
+    except json.JSONDecodeError as fault:
+        place = f"line {fault.lineno}, column {fault.colno}"
+        raise UsageError(f"{where:.200}: {place}: {fault.msg}", "it is not JSON") from None
+    except (RecursionError, ValueError):
+        raise UsageError(f"{where:.200}: nested too deeply, or with a number too long", "use a plainer one") from None
