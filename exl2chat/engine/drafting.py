@@ -36,7 +36,7 @@ class Drafter(Protocol):
 class SuffixDrafter:
     """What followed the longest earlier occurrence of the sequence's end (prompt lookup), the latest of equals.
 
-    Needs no training. A miss takes 1 us a token, a match 5 to 20 us, whatever the length of the conversation.
+    Needs no training. After 8192 tokens a miss takes 2 us, a match with RECENT long passages 50.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class ModelDrafter:
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike: by halves, because slices compare 20 times as fast as items."""
+    """How many tokens two sequences begin with alike: by halves, as slices compare faster than items (28 us, not 494, of 8192)."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
