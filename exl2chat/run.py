@@ -230,10 +230,15 @@ def _as_object(message: Message) -> dict[str, object]:
         "first_token_s": round(stats.first_token_s, 4),
         "decode_s": round(stats.decode_s, 4),
         "tokens_per_second": round(stats.tokens_per_second, 2),
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "speed_up": round(stats.speed_up, 3),
     }
 
 
 def _summary(message: Message) -> str:
     stats = message.stats or Stats()
     speed = f"{stats.tokens_per_second:.1f} tokens/s, first after {stats.first_token_s:.2f} s"
+    if stats.drafted:
+        speed += f", {stats.accepted} of {stats.drafted} drafts accepted ({stats.speed_up:.2f}x)"
     return f"{stats.prompt_tokens} + {stats.reply_tokens} tokens, {speed}, ended by {message.stop}, seed {stats.seed}"

@@ -189,6 +189,7 @@ STEPS = (
     "top_n_sigma", "smoothing", "temperature", "top_k", "top_p", "top_a", "min_p", "tfs", "typical_p", "mirostat",
     "dynamic_temperature", "xtc", "skew",
 )  # fmt: skip
+SPECULATE = ("auto", "draft", "ngram", "off")
 CACHES = ("fp16", "q8", "q6", "q4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -206,6 +207,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("dtype", str, "auto", "arithmetic; float32 is exact", "model", choices=DTYPES),
     Option("cache", str, "fp16", "what keys and values are kept in; fewer bits: more context", "model", choices=CACHES),
     Option("context", int, None, "context in tokens; unset: up to 8192", "model", low=256, flag_name="--ctx"),
+    Option("draft_model", str, None, "a smaller model with the same tokenizer, to guess tokens ahead", "model"),
+    Option("speculate", str, "auto", "what guesses tokens ahead; replies stay the same", "model", choices=SPECULATE),
     Option("system", str, None, "the system prompt; unset: what the model's template says", "chat"),
     Option("lora", str, None, "LoRA folders, FOLDER or FOLDER:SCALE, with commas between", "chat", repeats=True),
     Option("max_tokens", int, None, "longest reply in tokens; unset: until the model ends it", "chat", low=1),

@@ -53,7 +53,8 @@ class Loads:
 
 def load_request(settings: Settings) -> Load:
     """What is to be loaded by `settings`."""
-    return Load(settings["model"], settings["device"], settings["dtype"], settings["context"], settings["cache"])
+    names = ("model", "device", "dtype", "context", "cache", "draft_model", "speculate")
+    return Load(**{name: settings[name] for name in names})
 
 
 def put_back(settings: Settings, held: Settings) -> Settings:

@@ -66,11 +66,16 @@ def stats_page(path: Sequence[Message]) -> str:
     if not replies:
         return "No reply yet."
     head = ["reply", "prompt", "of it cached", "tokens", "first after", "tokens/s", "ended by", "seed"]
+    drafts = any(s.drafted for _, _, s in replies)
+    if drafts:
+        head.append("drafts accepted")
     rows = []
     for number, message, s in replies:
         counts = (f"{s.prompt_tokens:,}", f"{s.cached_tokens:,}", f"{s.reply_tokens:,}")
         speeds = (f"{s.first_token_s:.2f} s", f"{s.tokens_per_second:.1f}")
         rows.append([f"#{number}", *counts, *speeds, message.stop or "", str(s.seed)])
+        if drafts:
+            rows[-1].append(f"{s.accepted:,} of {s.drafted:,}, {s.speed_up:.2f}x" if s.drafted else "")
     models = [_cell(message.model) for _, message, _ in replies]
     if len(set(models)) == 1:
         return f"Model: {models[0] or 'unknown'}\n\n{_table(head, rows)}"

@@ -98,6 +98,10 @@ class Chooser:
         self.last = Draw(token, candidates, logits)
         return token
 
+    def guess(self, logits: NDArray[np.float32], position: int) -> int:
+        """The token drawn from the `logits` of a draft model, of which nobody is told. Masks do not matter to it."""
+        return self._sampler.sample(logits, position)
+
     def _masked(self, logits: NDArray[np.float32], position: int) -> NDArray[np.float32]:
         banned = self._banned.get(position)
         if self._mask is None and not banned:

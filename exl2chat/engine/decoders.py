@@ -4,14 +4,17 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from exl2chat.engine.cache import KVCache
 from exl2chat.engine.choosing import Chooser, Limits
 from exl2chat.engine.device_decoder import DeviceDecoder
 from exl2chat.engine.device_steps import DeviceSteps
+from exl2chat.engine.drafting import Drafter
+from exl2chat.engine.pace import Pace
 from exl2chat.engine.samplers.vocabulary import Vocabulary
+from exl2chat.engine.speculation import Speculated, SpeculativeLogits
+from exl2chat.engine.step_logits import StepLogits
 from exl2chat.engine.transformer import Transformer
 from exl2chat.ops.sample import MOST_TOKENS
 from exl2chat.settings import Sampling
@@ -23,6 +26,9 @@ ON_DEVICE = frozenset(
         "presence_penalty", "penalty_range", "penalty_decay",
     )
 )  # fmt: skip
+
+
+MOST_DRAFTS = 7  # with the token before them 8 rows, as many as kernels/gemv.cu multiplies at once
 
 
 class Decoder(Protocol):
@@ -44,51 +50,77 @@ class Decoder(Protocol):
         """
 
 
-class HostDecoder:
-    """One step at a time, its logits brought to the host."""
+class Logits(Protocol):
+    """Where the host has the logits of a sequence from."""
 
-    def __init__(self, model: Transformer, cache: KVCache, chooser: Chooser, host: torch.Tensor) -> None:
-        """Draws from the first len(host) tokens. `host` float32 is where logits from a GPU go, in pinned memory."""
-        self._model, self._cache, self.chooser, self._host = model, cache, chooser, host
+    def queue(self, tokens: Sequence[int]) -> None:
+        """Have the logits of what follows `tokens`. The cache held the first of them, then it holds them all."""
+
+    def take(self) -> NDArray[np.float32]:
+        """The logits [V] that were asked for, until the next step."""
+
+
+class HostDecoder:
+    """Every token drawn by the host, from logits that are brought there."""
+
+    def __init__(self, logits: Logits, chooser: Chooser) -> None:
+        self._logits, self.chooser = logits, chooser
 
     @property
     def seed(self) -> int:
         return self.chooser.seed
 
     def next(self, tokens: Sequence[int]) -> int:
-        self._cache.truncate(len(tokens) - 1)
-        missing = torch.tensor(tokens[self._cache.length :], dtype=torch.int64, device=self._model.device)
-        logits = self._model.forward(missing, self._cache, last_only=True)[-1]
+        self._logits.queue(tokens)
         self.chooser.prepare(len(tokens))  # while a GPU works
-        return self.chooser.choose(self._on_host(logits[: len(self._host)]), len(tokens))
-
-    def _on_host(self, logits: torch.Tensor) -> NDArray[np.float32]:
-        if not logits.is_cuda:
-            return logits.numpy()
-        self._host.copy_(logits, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-        return self._host.numpy()
+        return self.chooser.choose(self._logits.take(), len(tokens))
 
 
 class Decoders:
     """The decoders of one model over one cache, which draw from the first `size` tokens of the vocabulary."""
 
-    def __init__(self, model: Transformer, cache: KVCache, vocabulary: Vocabulary, size: int) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        vocabulary: Vocabulary,
+        size: int,
+        drafter: Drafter | None = None,
+        most: int = MOST_DRAFTS,
+    ) -> None:
+        """`drafter` proposes up to `most` tokens at a time; then the host draws."""
         self.model = model  # or one of the same weights with other adapters
         self._cache, self._vocabulary, self._size = cache, vocabulary, size
-        self._host = torch.empty(size, pin_memory=model.device.type == "cuda")
+        self._logits = StepLogits(model, cache, size)
         self._steps: DeviceSteps | None = None
+        self._drafter, self._pace = drafter, Pace(most)
+        self._speculation: SpeculativeLogits | None = None
+
+    @property
+    def speculated(self) -> Speculated:
+        """What drafts did for the last reply."""
+        return self._speculation.statistics if self._speculation else Speculated()
 
     def choose(self, settings: Sampling, tokens: Sequence[int], longest: int, limits: Limits | None = None) -> Decoder:
         """That of a reply to the prompt `tokens`, with which the sequence has `longest` tokens at most.
 
         With `limits`, empty ones too, the host draws: whoever gives them wants to know or to say more than a GPU does.
         """
-        if limits is None and runs_on_device(self.model, self._size) and known_to_device(settings):
+        if (
+            self._drafter is None
+            and limits is None
+            and runs_on_device(self.model, self._size)
+            and known_to_device(settings)
+        ):
             self._steps = self._steps or DeviceSteps(self.model, self._cache, self._size)
             return DeviceDecoder(self._steps, self._cache, settings, longest)
         chooser = Chooser(settings, tokens, self._vocabulary, limits)
-        return HostDecoder(self.model, self._cache, chooser, self._host)
+        self._logits.model = self.model
+        if self._drafter is None:
+            return HostDecoder(self._logits, chooser)
+        self._drafter.begin(chooser.guess)
+        self._speculation = SpeculativeLogits(self._logits, self._cache, self._drafter, self._pace, longest)
+        return HostDecoder(self._speculation, chooser)
 
 
 def runs_on_device(model: Transformer, size: int) -> bool:

@@ -2,12 +2,13 @@
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from exl2chat.engine.cache import BITS, KVCache
+from exl2chat.engine.drafting import check_draft_tokenizer
 from exl2chat.engine.placement import candidate, check_context, choose_device, choose_dtype, plan_memory
 from exl2chat.engine.transformer import Transformer
 from exl2chat.model.checkpoint import Checkpoint, open_checkpoint
@@ -110,3 +111,12 @@ def plan_load(
         reusable = replaced.transformer.weight_bytes + replaced.cache.nbytes
     plan_memory(candidate(checkpoint, place, kind, BITS[cache]), place, kind, context, reusable)
     return LoadPlan(checkpoint, tokenizer, template, place, kind, context, BITS[cache])
+
+
+def plan_draft(path: Path, plan: LoadPlan, paths: Paths, progress: Progress) -> LoadPlan:
+    """The model in the folder `path`, to draft for that of `plan`: at its place, with its dtype and a cache as long, or
+    as long as the draft model was made for. UsageError where their tokens differ."""
+    draft = plan_load(path, plan.device.type, str(plan.dtype).removeprefix("torch."), None, paths, progress)
+    check_draft_tokenizer(draft.tokenizer, plan.tokenizer, path.name)
+    longest = draft.checkpoint.config.context
+    return replace(draft, context=None if plan.context is None else min(plan.context, longest))

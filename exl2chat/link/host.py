@@ -6,8 +6,9 @@ from pathlib import Path
 
 from exl2chat.engine.cache import BITS
 from exl2chat.engine.compile_grammar import compile_grammar, compile_json_schema, compile_regex
+from exl2chat.engine.drafting import Speculate
 from exl2chat.engine.generators.streaming import PLAIN, Extras, StreamingGenerator
-from exl2chat.engine.loader import LoadedModel, plan_load
+from exl2chat.engine.loader import LoadedModel, plan_draft, plan_load
 from exl2chat.engine.lora import Adapter, Scaled, load_adapter
 from exl2chat.errors import UsageError
 from exl2chat.link import protocol as wire
@@ -20,7 +21,7 @@ COMPILERS = {"json": compile_json_schema, "regex": compile_regex, "grammar": com
 class Host:
     """A model, its cache and the generator over both, which lives as long as they do to reuse earlier turns."""
 
-    def __init__(self, model: LoadedModel, name: str) -> None:
+    def __init__(self, model: LoadedModel, name: str, draft: LoadedModel | None, speculate: Speculate) -> None:
         self.info = wire.ModelInfo(
             name=name,
             path=str(model.checkpoint.folder.path),
@@ -37,7 +38,14 @@ class Host:
         )
         self.model = model
         self._adapters: dict[str, Adapter] = {}
-        self._generator = StreamingGenerator(model.transformer, model.cache, model.tokenizer)
+        self._generator = StreamingGenerator(
+            model.transformer,
+            model.cache,
+            model.tokenizer,
+            draft_model=draft.transformer if draft else None,
+            draft_cache=draft.cache if draft else None,
+            speculate=speculate,
+        )
 
     def answer(
         self, request: wire.Generate, abort: Callable[[], bool], emit: Callable[[wire.Event], None]
@@ -78,6 +86,7 @@ class Host:
             first_token_s=first - asked,
             decode_s=time.perf_counter() - first,
             seed=start.seed,
+            **generator.speculated._asdict(),
         )
         return wire.Finished(request.id, result.stop_reason, stats)
 
@@ -103,14 +112,28 @@ class Host:
 class HostPlan:
     """A model that is found and checked, to be loaded once `replaced` is given up."""
 
-    def __init__(self, path: Path, request: wire.Load, paths: Paths, progress: Progress, replaced: Host | None) -> None:
-        """Check the model in the folder `path` as `request` wants it. ChatError when it cannot be loaded."""
+    def __init__(
+        self,
+        path: Path,
+        draft: Path | None,
+        request: wire.Load,
+        paths: Paths,
+        progress: Progress,
+        replaced: Host | None,
+    ) -> None:
+        """Check the model in the folder `path` as `request` wants it, and its draft model. ChatError when they cannot
+        be loaded."""
+        if request.speculate == "draft" and draft is None:
+            raise UsageError("there is no draft model to speculate with", "name one with --draft-model")
         self._name = request.model if path.parent.name == "snapshots" else path.name  # there, they are commit hashes
         model = replaced.model if replaced else None
         self._plan = plan_load(
             path, request.device, request.dtype, request.context, paths, progress, model, request.cache
         )
+        self._draft = plan_draft(draft, self._plan, paths, progress) if draft else None
+        self._speculate = request.speculate
 
     def load(self, progress: Progress) -> Host:
         """Load the weights. ChatError when they cannot be."""
-        return Host(self._plan.load(progress), self._name)
+        draft = self._draft.load(progress) if self._draft else None  # first: then the other knows what is left
+        return Host(self._plan.load(progress), self._name, draft, self._speculate)

@@ -12,6 +12,7 @@ import msgspec
 from exl2chat.settings import Sampling
 
 StopReason = Literal["eos", "stop_string", "max_tokens", "context", "stopped", "error", "crash"]
+Speculate = Literal["auto", "draft", "ngram", "off"]
 Role = Literal["system", "user", "assistant"]
 
 
@@ -48,7 +49,8 @@ class LoraUse(msgspec.Struct, frozen=True):
 
 
 class Load(Record, frozen=True):
-    """Load a model: a folder, a hub reference or `smollm2`, in place of the one that is loaded.
+    """Load a model: a folder, a hub reference or `smollm2`, in place of the one that is loaded. `draft_model` names one
+    that guesses ahead for it; `speculate` says whether it does, or n-grams do, or what pays ("auto").
 
     Where it cannot be found or fails its checks, Failed is followed by Ready of the model there was, with 0 seconds.
     """
@@ -58,6 +60,8 @@ class Load(Record, frozen=True):
     dtype: str = "auto"
     context: int | None = None
     cache: str = "fp16"
+    draft_model: str | None = None
+    speculate: Speculate = "auto"
 
 
 class Generate(Record, frozen=True):
@@ -144,7 +148,10 @@ class Chunk(Record, frozen=True):
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """Counts and seconds of one reply. `first_token_s` counts from the request; `decode_s` from the first token."""
+    """Counts and seconds of one reply. `first_token_s` counts from the request; `decode_s` from the first token.
+
+    Of the tokens `drafted` ahead, `accepted` came true, which divided the model's time per token by `speed_up`.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -152,6 +159,9 @@ class Stats(msgspec.Struct, frozen=True):
     first_token_s: float = 0.0
     decode_s: float = 0.0
     seed: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    speed_up: float = 1.0
 
     @property
     def tokens_per_second(self) -> float:

@@ -103,10 +103,12 @@ class Service:
         started = time.perf_counter()
         progress = _LoadProgress(job, self._emit)
         path = hub.resolve(request.model, self._paths, progress)
+        draft = request.draft_model if request.speculate in ("auto", "draft") else None
+        draft_path = hub.resolve(draft, self._paths, progress) if draft else None
         progress("starting the engine")
         from exl2chat.link.host import HostPlan
 
-        plan = HostPlan(path, request, self._paths, progress, self._host)
+        plan = HostPlan(path, draft_path, request, self._paths, progress, self._host)
         self._host = None
         gc.collect()  # the old model must be gone before the new one takes its place
         self._host = plan.load(progress)

@@ -263,3 +263,14 @@ async def test_text_that_no_file_can_hold(start: Start, paths: Paths) -> None:
     assert [notice.status for notice in chat.of(Notice)[-2:]] == [6, 1]
     await chat.controller.close()
     assert Session.open("last", paths).title == "c?"
+
+
+def test_statistics_tell_of_drafts_where_there_were_any():
+    plain = Message("a", None, "assistant", "", "", stats=Stats(reply_tokens=9), model="one")
+    drafted = Message(
+        "b", None, "assistant", "", "", stats=Stats(drafted=1200, accepted=800, speed_up=1.5), model="one"
+    )
+    assert "drafts" not in stats_page([plain])
+    page = stats_page([plain, drafted])
+    assert "drafts accepted" in page
+    assert "| 800 of 1,200, 1.50x |" in page

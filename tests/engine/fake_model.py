@@ -37,7 +37,7 @@ class FakeModel:
     adapters = ()
 
     def __init__(self, reply: Callable[[list[int]], int] | None = None) -> None:
-        self.device = torch.device("cpu")
+        self.device, self.dtype = torch.device("cpu"), torch.bfloat16
         self.config = SimpleNamespace(vocab_size=VOCABULARY, context=100)
         self.calls: list[int] = []
         self._reply = reply

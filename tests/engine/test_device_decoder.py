@@ -46,7 +46,7 @@ class Device:
 
     def __init__(self, memory: Memory, eager: bool) -> None:
         self.memory, self.eager = memory, eager
-        self.device, self.config = torch.device("cpu"), FakeModel().config
+        self.device, self.dtype, self.config = torch.device("cpu"), torch.bfloat16, FakeModel().config
         self.stream: deque[Callable[[], None]] = deque()
         self.in_flight = 0
         self.fault: str | None = None

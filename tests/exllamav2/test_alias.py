@@ -245,16 +245,26 @@ def test_whatever_else_is_not_supported_yet_is_named(name: str, model: ExLlamaV2
         UNSUPPORTED[name](model)
 
 
-def test_a_generator_refuses_what_it_cannot_do(
-    model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer, generator: ExLlamaV2StreamingGenerator
-) -> None:
-    with pytest.raises(UsageError, match="draft_model"):
-        ExLlamaV2StreamingGenerator(model, ExLlamaV2Cache(model), tokenizer, draft_model=model)
+def test_a_generator_refuses_what_it_cannot_do(generator: ExLlamaV2StreamingGenerator) -> None:
     with pytest.raises(UsageError, match="speculative_ngram"):
         generator.speculative_ngram = True
     generator.begin_stream_ex(IDS, Settings())
     with pytest.raises(UsageError, match="another"):
         generator.stream_ex(another=[1])
+
+
+def test_a_draft_model_speeds_up_the_same_reply(model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer) -> None:
+    sequences = []
+    for drafts in ({}, {"draft_model": model, "draft_cache": ExLlamaV2Cache(model), "num_speculative_tokens": 2}):
+        generator = ExLlamaV2StreamingGenerator(model, ExLlamaV2Cache(model), tokenizer, **drafts)  # type: ignore[arg-type]
+        generator.set_stop_conditions([])
+        random.seed(5)
+        generator.begin_stream_ex(IDS, Settings())
+        for _ in range(40):
+            generator.stream_ex()
+        sequences.append(generator.sequence_ids.tolist())
+    assert sequences[0] == sequences[1]
+    assert generator._generator.speculated.accepted > 0
 
 
 @pytest.mark.parametrize("field", ["load_in_q4", "max_batch_size"])

@@ -1,5 +1,6 @@
 """What the worker does, with a real tiny model: everything but the pipe."""
 
+import json
 import re
 import shutil
 import threading
@@ -72,6 +73,38 @@ def text_of(events, id="a"):
 
 def last(events, id="a"):
     return next(event for event in events if isinstance(event, wire.Finished | wire.Failed) and event.id == id)
+
+
+@pytest.mark.parametrize("speculate", ["ngram", "draft", "auto"])
+def test_a_reply_with_drafts_is_that_without_and_says_what_they_did(tmp_path, speculate):
+    replies = []
+    for load in (
+        msgspec.structs.replace(LOAD, speculate="off"),
+        msgspec.structs.replace(LOAD, speculate=speculate, draft_model=None if speculate == "ngram" else MODEL),
+    ):
+        sampling = Sampling(temperature=1.0, seed=3, allowed_tokens=tuple(range(70, 74)))
+        events = serve(tmp_path, load, ask(max_tokens=120, sampling=sampling))
+        replies.append("".join(event.text for event in events if isinstance(event, wire.Chunk)))
+    assert replies[0] == replies[1] != ""
+    stats = events[-1].stats
+    assert 0 < stats.accepted <= stats.drafted
+    assert stats.speed_up > 0
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
+    other = shutil.copytree(MODEL, tmp_path / "other")
+    config = json.loads((other / "tokenizer.json").read_bytes())
+    vocabulary = config["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(config), "utf-8")
+    failed = serve(tmp_path, msgspec.structs.replace(LOAD, draft_model=str(other)))[-1]
+    assert "the draft model other has another vocabulary" in failed.message
+    assert failed.status == 2
+
+
+def test_to_speculate_with_a_draft_model_takes_one(tmp_path):
+    failed = serve(tmp_path, msgspec.structs.replace(LOAD, speculate="draft"))[-1]
+    assert "--draft-model" in failed.remedy
 
 
 def test_a_load_reports_its_stages_and_says_what_was_loaded(tmp_path):

@@ -9,10 +9,12 @@ import torch
 from exl2chat.engine.cache import KVCache
 from exl2chat.engine.choosing import Chooser, Limits, TokenDetails, describe
 from exl2chat.engine.constraints import Constraint
-from exl2chat.engine.decoders import Decoder, Decoders
+from exl2chat.engine.decoders import MOST_DRAFTS, Decoder, Decoders
+from exl2chat.engine.drafting import Speculate, choose_drafter
 from exl2chat.engine.healing import Healer
 from exl2chat.engine.lora import Scaled, with_adapters
 from exl2chat.engine.samplers.vocabulary import Vocabulary
+from exl2chat.engine.speculation import Speculated
 from exl2chat.engine.stopping import Banned, Gate, Passed, StopConditions, StopReason
 from exl2chat.engine.token_table import TokenTable
 from exl2chat.engine.transformer import Transformer, prefill_chunk
@@ -124,17 +126,39 @@ class StreamingGenerator:
     every token that was computed.
     """
 
-    def __init__(self, model: Transformer, cache: KVCache, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        tokenizer: Tokenizer,
+        draft_model: Transformer | None = None,
+        draft_cache: KVCache | None = None,
+        num_speculative_tokens: int = MOST_DRAFTS,
+        speculate: Speculate = "auto",
+    ) -> None:
+        """Up to `num_speculative_tokens` are drafted at a time, as `speculate` says (`drafting.choose_drafter`). The
+        draft model's cache, by default one as long as `cache`, is used by nobody else. UsageError for a draft model
+        with fewer tokens than `model`."""
         self._model, self._cache, self._tokenizer = model, cache, tokenizer
+        if num_speculative_tokens < 1:
+            raise UsageError(f"num_speculative_tokens is {num_speculative_tokens}", "it is at least 1")
         self._size = _known_ids(tokenizer, model.config.vocab_size)
         self._vocabulary = Vocabulary(tokenizer)
-        self._decoders = Decoders(model, cache, self._vocabulary, self._size)
+        if draft_model is not None and draft_cache is None:
+            draft_cache = draft_model.new_cache(cache.capacity)
+        drafter = choose_drafter(speculate, model, draft_model, draft_cache, self._size)
+        self._decoders = Decoders(model, cache, self._vocabulary, self._size, drafter, num_speculative_tokens)
         self._healer = Healer(tokenizer, self._size)
         self._conditions = StopConditions(tokenizer.eos_ids)
         self._reply: _Reply | None = None
         self._table: TokenTable | None = None
         self._filled = 0
         self.tokens: list[int] = []
+
+    @property
+    def speculated(self) -> Speculated:
+        """What drafts did for the last reply so far."""
+        return self._decoders.speculated
 
     def set_stop_conditions(self, conditions: Collection[int | str]) -> None:
         """Token ids and strings that end a reply, from the next `begin_stream_ex` on. Before: the tokenizer's EOS ids.

@@ -32,12 +32,19 @@ class ExLlamaV2StreamingGenerator:
         tokenizer: ExLlamaV2Tokenizer,
         draft_model: ExLlamaV2 | None = None,
         draft_cache: ExLlamaV2Cache | None = None,
-        num_speculative_tokens: int = 5,  # noqa: ARG002
+        num_speculative_tokens: int = 5,
     ) -> None:
         """Stops at the EOS ids of config and tokenizer. num_speculative_tokens matters only with a draft model."""
-        refuse_set("ExLlamaV2StreamingGenerator", draft_model=draft_model, draft_cache=draft_cache)
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
-        self._generator = StreamingGenerator(model.transformer, cache.kv, tokenizer.tokenizer)
+        self._generator = StreamingGenerator(
+            model.transformer,
+            cache.kv,
+            tokenizer.tokenizer,
+            draft_model.transformer if draft_model else None,
+            draft_cache.kv if draft_cache else None,
+            num_speculative_tokens,
+            "draft" if draft_model else "off",
+        )
         self._generator.set_stop_conditions(tokenizer.eos_ids)
         self._extras = Extras()
 

@@ -1,0 +1,167 @@
+"""Guesses of what comes next. A wrong one costs time and nothing else: every token is drawn from the model's own logits
+(`engine.speculation`)."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from exl2chat.engine.cache import KVCache
+from exl2chat.engine.step_logits import StepLogits
+from exl2chat.engine.transformer import Transformer, prefill_chunk
+from exl2chat.errors import ChatError, UsageError
+from exl2chat.model.tokenizer import Tokenizer
+
+SHORTEST = 3  # tokens that must have been there before: one or two are followed by anything
+LONGEST = 32
+RECENT = 8  # occurrences that are compared
+
+
+Speculate = Literal["auto", "draft", "ngram", "off"]
+Sample = Callable[[NDArray[np.float32], int], int]  # of logits [V] and an absolute position, the token
+
+
+class Drafter(Protocol):
+    """Proposes tokens of one reply after another."""
+
+    def begin(self, sample: Sample) -> None:
+        """A reply begins, whose tokens `sample` draws."""
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        """At most `count` tokens that may follow `tokens`, the whole sequence; none where there is no idea."""
+
+
+class SuffixDrafter:
+    """What followed the longest earlier occurrence of the sequence's end (prompt lookup), the latest of equals.
+
+    Needs no training. After 8192 tokens a miss takes 2 us, a match with RECENT long passages 50.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+
+    def begin(self, sample: Sample) -> None:
+        """Nothing depends on how tokens are drawn."""
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        self._follow(tokens)
+        ends = self._ends.get(tuple(self._tokens[-SHORTEST:]), [])
+        earlier = [end for end in ends[-RECENT - 1 :] if end < len(self._tokens)]
+        if not earlier:
+            return []
+        start = max(earlier, key=lambda end: (self._matching(end), end))
+        drafts: list[int] = []
+        for at in range(start, start + count):  # a passage that reaches the end goes on with its own repetition
+            drafts.append(self._tokens[at] if at < len(self._tokens) else drafts[at - len(self._tokens)])
+        return drafts
+
+    def _follow(self, tokens: Sequence[int]) -> None:
+        """Take in what was added. Where the end of what is known is not there any more, begin anew."""
+        known = len(self._tokens)
+        if len(tokens) < known or list(tokens[max(0, known - LONGEST) : known]) != self._tokens[-LONGEST:]:
+            self._tokens, self._ends, known = [], {}, 0
+        for token in tokens[known:]:
+            self._tokens.append(token)
+            if len(self._tokens) >= SHORTEST:
+                self._ends.setdefault(tuple(self._tokens[-SHORTEST:]), []).append(len(self._tokens))
+
+    def _matching(self, end: int) -> int:
+        """How many tokens before `end` are those at the end of the sequence, LONGEST at most."""
+        own, length = self._tokens, SHORTEST
+        while length < min(LONGEST, end) and own[end - 1 - length] == own[-1 - length]:
+            length += 1
+        return length
+
+
+class ModelDrafter:
+    """A smaller model of the same vocabulary. It draws as the reply does, with the same settings and noise for the
+    same token at the same position: where both models agree about a distribution, they draw the same token."""
+
+    def __init__(self, model: Transformer, cache: KVCache, size: int) -> None:
+        """Drafts of the first `size` ids, which `model` has. The cache is this drafter's own."""
+        self._model, self._cache = model, cache
+        self._logits = StepLogits(model, cache, size)
+        self._held: list[int] = []  # the tokens in the cache
+        self._sample: Sample | None = None
+
+    def begin(self, sample: Sample) -> None:
+        self._sample = sample
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        sequence, self._held = list(tokens), self._shared(tokens)
+        count = min(count, self._cache.capacity + 1 - len(sequence))
+        if count < 1 or self._sample is None:
+            return []
+        self._read(sequence)
+        try:
+            while len(sequence) < len(tokens) + count:
+                self._logits.queue(sequence)
+                sequence.append(self._sample(self._logits.take(), len(sequence)))
+        except ChatError:  # its logits are no numbers: the drafts end here
+            pass
+        self._held = sequence[: self._cache.length]
+        return sequence[len(tokens) :]
+
+    def _shared(self, tokens: Sequence[int]) -> list[int]:
+        """Cut the cache to what it shares with `tokens`, and say what that is. Nothing where others have used it."""
+        known = self._held if self._cache.length == len(self._held) else []
+        self._cache.truncate(common_prefix(known, tokens))
+        return known[: self._cache.length]
+
+    def _read(self, sequence: list[int]) -> None:
+        """Bring all but the last token into the cache, a chunk at a time."""
+        chunk = prefill_chunk(self._model.device)
+        while (missing := sequence[self._cache.length : -1][:chunk]) and len(missing) > 1:
+            self._model.forward(torch.tensor(missing, device=self._model.device), self._cache, last_only=True)
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike: by halves, as slices compare faster than items (28 us, not 494, of 8192)."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def choose_drafter(
+    speculate: Speculate, model: Transformer, draft: Transformer | None, draft_cache: KVCache | None, size: int
+) -> Drafter | None:
+    """The drafter for `model`, which draws from `size` ids. "auto" is the draft model where there is one, and n-grams
+    where they were measured to pay (`repays_rows`). UsageError where the draft model lacks some of the ids."""
+    if draft is None or draft_cache is None:
+        if speculate == "draft":
+            raise UsageError("there is no draft model to speculate with", "name one with --draft-model")
+        ngram = speculate == "ngram" or (speculate == "auto" and repays_rows(model))
+        return SuffixDrafter() if ngram else None
+    if draft.config.vocab_size < size:
+        raise UsageError(
+            f"the draft model has {draft.config.vocab_size} tokens and the model {size}",
+            "use a draft model of the same family, with the same tokenizer",
+        )
+    if speculate in ("auto", "draft"):
+        return ModelDrafter(draft, draft_cache, size)
+    return SuffixDrafter() if speculate == "ngram" else None
+
+
+def repays_rows(model: Transformer) -> bool:
+    """Whether several rows take little longer than one: in float32 on the CPU (benchmarks/NOTES.md). On a GPU they do
+    too, but there a host that draws the tokens costs more than misses bring."""
+    return model.device.type == "cpu" and model.dtype == torch.float32
+
+
+def check_draft_tokenizer(draft: Tokenizer, tokenizer: Tokenizer, name: str) -> None:
+    """UsageError naming the first id that means another token to the draft model called `name`."""
+    for token in range(tokenizer.vocab_size):
+        ours, theirs = tokenizer.token_of(token), draft.token_of(token)
+        if ours and ours != theirs:
+            raise UsageError(
+                f"the draft model {name} has another vocabulary: its token {token} is {theirs!r:.40}, not {ours!r:.40}",
+                "use a draft model of the same family, with the same tokenizer",
+            )

@@ -1,0 +1,68 @@
+"""How many tokens it pays to draft, by what drafts have cost and brought so far."""
+
+DECAY = 0.9  # of what older rounds say of the acceptance
+WEIGHT = 0.25  # of a new time beside the mean of the older ones
+PROBE = 32  # a round with one draft for so many that would have had none
+REFRESH = 128  # a step without drafts for so many with some; then what the next larger number costs is seen again
+
+
+class Pace:
+    """Chooses the number of drafts that promises most tokens a second: (1 + p + ... + p^k) tokens in cost[k] steps,
+    where p is how often a draft is right if those before it were.
+
+    Costs are measured, a length at a time: a number that was never tried is taken to cost in proportion to a smaller
+    one, and is at most twice the largest tried. Times decide how much is drafted and never which token is drawn.
+    """
+
+    def __init__(self, most: int) -> None:
+        """At most `most` drafts, at least 1."""
+        self._most = most
+        self._right, self._wrong = 2.0, 1.0
+        self._costs: dict[int, float] = {}
+        self._since_draft = self._since_step = self._last = 0
+        self._warm = False
+        self.step: float | None = None  # seconds of a step without drafts
+
+    def length(self) -> int:
+        """How many tokens to draft now; 0: none."""
+        if self.step is None or self._since_step >= REFRESH:
+            return 0
+        tried = max(self._costs, default=0)
+        lengths = range(min(self._most, max(1, 2 * tried)) + 1)
+        best = max(lengths, key=self._speed)
+        return best or int(self._since_draft >= PROBE)
+
+    def stepped(self, seconds: float) -> None:
+        """A step without drafts took so long."""
+        if self._since_step >= REFRESH:
+            self._costs.pop(min((n for n in self._costs if n > self._last), default=0), None)
+        self._since_draft += 1
+        self._since_step = 0
+        if not self._warm:  # the first one of a model may wait for memory and for kernels
+            self._warm = True
+        elif self.step is None:
+            self.step = seconds
+        else:
+            self.step += WEIGHT * (seconds - self.step)
+
+    def drafted(self, count: int, accepted: int, seconds: float) -> None:
+        """A round with `count` drafts, at least 1, the first `accepted` of them right, took so long with drafting."""
+        self._since_draft, self._last = 0, count
+        self._since_step += 1
+        self._right = DECAY * self._right + accepted
+        self._wrong = DECAY * self._wrong + (accepted < count)
+        if self.step:
+            cost = seconds / self.step
+            self._costs[count] = self._costs.get(count, cost) + WEIGHT * (cost - self._costs.get(count, cost))
+
+    def _speed(self, length: int) -> float:
+        """Tokens for the time of a step, with so many drafts."""
+        p = self._right / (self._right + self._wrong)
+        return sum(p**n for n in range(length + 1)) / self._cost(length)
+
+    def _cost(self, length: int) -> float:
+        """The time of a round with so many drafts, in steps."""
+        if length in self._costs or length == 0:
+            return self._costs.get(length, 1.0)
+        known = max((tried for tried in self._costs if tried < length), default=0)
+        return 1 + (self._cost(known) - 1) * length / known if known else 1.0
