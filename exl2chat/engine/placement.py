@@ -140,10 +140,11 @@ def plan_memory(
     if asked is None and fitting >= LEAST_CONTEXT:
         return replace(budget, cache=model.cache_bytes(fitting, device, dtype), context=fitting)
     smaller = "choose fewer bits per weight or a smaller model"
+    packed = ", or more with --cache q4" if model.cache_bits == PLAIN_BITS else ""
     raise ModelError(
         f"{model.name}: {_gib(budget.weights)} GiB of weights, {_gib(budget.cache)} GiB of cache for {wanted} tokens "
         f"and {_gib(budget.workspace)} GiB of workspace do not fit {_gib(budget.free)} GiB of free memory",
-        f"--ctx {fitting} would fit, or more with --cache q4; or {smaller}" if fitting else smaller,
+        f"--ctx {fitting} would fit{packed}; or {smaller}" if fitting else smaller,
     )
 
 
