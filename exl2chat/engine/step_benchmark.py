@@ -23,8 +23,8 @@ PRODUCTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is timed: steps of each of `rows` tokens at each of `contexts`, where 1 row is a reply of `reply` tokens, and
-    prompts of so many tokens."""
+    """What is timed: steps of each of `rows` tokens at each of `contexts`, where 1 row is a reply of `reply` tokens,
+    and prompts of so many tokens."""
 
     contexts: tuple[int, ...]
     rows: tuple[int, ...]
