@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from exl2chat.errors import UsageError
+from exl2chat.errors import ModelError, UsageError, is_out_of_memory
 from exl2chat.gpu_report import write_report
 from exl2chat.link.threads import worker_environment
 from exl2chat.model import hub
@@ -62,7 +62,13 @@ def main(args: argparse.Namespace, settings: Settings, paths: Paths) -> int:
             write_report(args.report, show)
             return 0
         folder = None if args.shape else hub.resolve(settings["model"], paths, show)
-        report = measure(folder, args.shape, settings, show)
+        try:
+            report = measure(folder, args.shape, settings, show)
+        except Exception as fault:
+            if not is_out_of_memory(fault):
+                raise
+            remedy = "close what else fills it; or use a shorter context (--ctx) or a smaller model"
+            raise ModelError("out of memory", remedy) from None
     print(json.dumps(report)) if args.json else show_report(report)
     return 0
 
@@ -162,11 +168,12 @@ def _kinds(report: Report, ceiling: str) -> list[str]:
 def as_table(report: Report) -> Table:
     """The speeds, each with the share of its ceiling; several tokens at once also as a multiple of one."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for name in ("", "tokens/s", "ms", "of ceiling", "of one"):
+    has_several = any("times_one" in row for row in report["rows"])
+    for name in ("", "tokens/s", "ms", "of ceiling", *(["of one"] if has_several else [])):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for row in report["rows"]:
         speed, milliseconds = row["tokens_per_second"], row["microseconds"] / 1e3
         shown = f"{speed:,.0f}" if speed >= 1000 else f"{speed:.1f}"
-        times = f"{row['times_one']:.2f} x" if "times_one" in row else ""
-        table.add_row(row["name"], shown, f"{milliseconds:.2f}", f"{row['ratio']:.0%}", times)
+        times = [f"{row['times_one']:.2f} x"] if "times_one" in row else []
+        table.add_row(row["name"], shown, f"{milliseconds:.2f}", f"{row['ratio']:.0%}", *times)
     return table

@@ -208,6 +208,8 @@ def _add_common(parser: argparse.ArgumentParser, command: Command) -> None:
 
 def _argument(row: Option) -> dict[str, Any]:
     """The keywords of `add_argument` for one row of the options."""
+    if row.kind is bool:
+        return {"dest": row.name, "default": argparse.SUPPRESS, "action": argparse.BooleanOptionalAction}
     metavar = "{" + ",".join(row.choices) + "}" if row.choices else {int: "N", float: "X"}.get(row.kind, "TEXT")
     return {
         "dest": row.name,

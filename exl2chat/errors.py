@@ -48,6 +48,14 @@ class SessionError(ChatError):
     status = 6
 
 
+OUT_OF_MEMORY = ("allocate memory", "out of memory", "OUT_OF_MEMORY", "OUT_OF_RESOURCES", "ALLOC_FAILED")
+
+
+def is_out_of_memory(fault: BaseException) -> bool:
+    """Whether `fault` is Python, torch or CUDA saying that there is no memory left: most say so only in words."""
+    return isinstance(fault, MemoryError) or any(words in str(fault) for words in OUT_OF_MEMORY)
+
+
 def error_for(status: int, message: str, remedy: str = "") -> ChatError:
     """The error that carries `status`: how a failure crosses a process boundary and keeps its exit code."""
     kinds: tuple[type[ChatError], ...] = (UsageError, ModelError, ContextError, SessionError)

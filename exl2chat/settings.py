@@ -22,6 +22,7 @@ from exl2chat.errors import UsageError
 Origin = Literal["default", "model", "config.toml", "session", "environment", "flag", "/set"]
 Value = str | int | float | bool | None
 MAX_BIAS = 100.0  # a token so much less likely is never drawn
+MAX_COUNT = 10**12  # of tokens: more than any context has, and fits 64 bits wherever it is added to
 LAYERS: tuple[Origin, ...] = ("default", "model", "config.toml", "session", "environment", "flag", "/set")
 
 
@@ -100,8 +101,8 @@ class Sampling(msgspec.Struct, frozen=True):
 class Option:
     """One option. `low` and `high` are inclusive; `choices` are the words a str may be, `words` those it may list.
 
-    `rare` ones are named but not explained by --help. The flag of one that `repeats` may be given several times: its
-    values are joined by commas.
+    A whole number without a `high` is a count of tokens. `rare` ones are named but not explained by --help. The flag of
+    one that `repeats` may be given several times: its values are joined by commas.
     """
 
     name: str
@@ -146,7 +147,7 @@ class Option:
         if self.kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         right_type = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
-        in_range = not isinstance(value, int | float) or self.low <= value <= self.high
+        in_range = not isinstance(value, int | float) or self.low <= value <= self._most
         if not right_type or not in_range or (self.choices and value not in self.choices) or self._is_no_list(value):
             raise UsageError(f"{where}: {self.name} is {self._expected()}, not {_as_toml(value)}", self.help)
         if isinstance(value, str) and not _is_plain(value):
@@ -158,15 +159,19 @@ class Option:
         listed = option_words(value) if self.words and isinstance(value, str) else []
         return len(set(listed) & set(self.words)) < len(listed)
 
+    @property
+    def _most(self) -> float:
+        return MAX_COUNT if self.kind is int and self.high == math.inf else self.high
+
     def _expected(self) -> str:
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.words:
-            return "a list of different words out of " + ", ".join(self.words)
-        noun = {int: "a whole number", float: "a number", bool: "on or off", str: "text"}[self.kind]
+            return "different words with commas between them, out of " + ", ".join(self.words)
+        noun = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[self.kind]
         if self.kind in (bool, str) or self.low == -math.inf:
             return noun
-        return f"{noun} from {self.low} to {self.high}" if self.high < math.inf else f"{noun} of at least {self.low}"
+        return f"{noun} from {self.low} to {self._most}"
 
 
 def option_words(text: str) -> list[str]:
@@ -205,7 +210,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("model", str, "smollm2", "a model folder, a hub reference (org/name:4.0bpw) or smollm2", "model"),
     Option("device", str, "auto", "where the model runs", "model", choices=("auto", "cpu", "cuda")),
     Option("dtype", str, "auto", "arithmetic; float32 is exact", "model", choices=DTYPES),
-    Option("cache", str, "fp16", "what keys and values are kept in; fewer bits: more context", "model", choices=CACHES),
+    Option("cache", str, "fp16", "keys and values; fewer bits: more context, slow on a CPU", "model", choices=CACHES),
     Option("context", int, None, "context in tokens; unset: up to 8192", "model", low=256, flag_name="--ctx"),
     Option("draft_model", str, None, "a smaller model with the same tokenizer, to guess tokens ahead", "model"),
     Option("speculate", str, "auto", "what guesses tokens ahead; replies stay the same", "model", choices=SPECULATE),

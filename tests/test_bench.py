@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from exl2chat import bench, cli
-from exl2chat.engine import placement
+from exl2chat.engine import placement, shapes
 from exl2chat.engine.shapes import SHAPES
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
@@ -52,6 +52,7 @@ def test_the_table_names_the_model_and_both_contexts(tmp_path: Path, capsys: pyt
     shown, errors = capsys.readouterr()
     assert errors == ""
     assert [line for line in shown.splitlines() if not line.strip()] == []
+    assert "of one" not in shown  # several tokens at once are measured on a GPU only
     for text in ("llama-3.0bpw-exl2", "EXL2", "bfloat16", "prompt of 512", "reply at context 1024", "load", "MiB"):
         assert text in shown
 
@@ -89,6 +90,19 @@ def test_a_shape_that_does_not_fit_is_one_clear_error(
     said = capsys.readouterr().err
     assert "--shape llama-8b" in said
     assert "do not fit 8.0 GiB" in said
+
+
+def test_a_shape_that_the_system_has_no_room_for_after_all_is_one_clear_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_args: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(shapes, "random_model", full)
+    assert cli.main(["bench", "--shape", "tiny", "--device", "cpu", "--home", str(tmp_path)]) == 3
+    said = capsys.readouterr().err
+    assert said.startswith("exl2chat: out of memory\n")
+    assert "--ctx" in said
 
 
 def test_a_context_beyond_the_models_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

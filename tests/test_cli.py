@@ -40,6 +40,11 @@ def test_a_flag_that_repeats_keeps_every_value(argv):
     assert cli.parser().parse_args([*argv, "--top-k", "1", "--top-k", "2"]).top_k == 2
 
 
+def test_a_switch_needs_no_value_and_can_be_turned_off():
+    read = [cli.parser().parse_args(["run", flag]) for flag in ("--temperature-last", "--no-temperature-last")]
+    assert [args.temperature_last for args in read] == [True, False]
+
+
 def test_help_names_examples_exit_codes_and_files(command):
     _, out, _ = command("--help")
     for word in ("examples:", "exit status:", "config.toml", "130", *(entry.name for entry in cli.COMMANDS)):

@@ -57,8 +57,13 @@ def test_a_bad_config_file_is_named_in_one_line(tmp_path: Path, text: str) -> No
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"top_k = true", "top_k is a whole number of at least 0, not true"),
-        (b'top_k = "many"', "top_k is a whole number of at least 0, not 'many'"),
+        (b"temperature_last = 'on'", "temperature_last is true or false, not 'on'"),
+        (b"top_k = true", "top_k is a whole number from 0 to 1000000000000, not true"),
+        (b'top_k = "many"', "top_k is a whole number from 0 to 1000000000000, not 'many'"),
+        (
+            b"dry_range = 18446744073709551616",
+            "dry_range is a whole number from 0 to 1000000000000, not 18446744073709551616",
+        ),
         (b"top_k = 1\nsystem = '\xff'\n", "line 2 is not UTF-8 text"),
         (b"top_k = " + b"[" * 5000, "a value is nested too deeply"),
     ],
@@ -97,7 +102,7 @@ def test_text_that_no_record_can_hold_is_refused(text: str) -> None:
     ("values", "message"),
     [
         ({"top_a": 2}, "sampling: top_a is a number from 0 to 1, not 2.0"),
-        ({"temperature_last": 1}, "sampling: temperature_last is on or off, not 1"),
+        ({"temperature_last": 1}, "sampling: temperature_last is true or false, not 1"),
         ({"smoothing_curve": 0.5}, "sampling: smoothing_curve is a number from 1 to 3, not 0.5"),
         ({"dry_max_length": 0}, "sampling: dry_max_length is a whole number of at least 1, not 0"),
         ({"mirostat_mu": float("nan")}, "sampling: mirostat_mu is a number, not nan"),
@@ -131,5 +136,7 @@ def test_an_order_lists_steps(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["min-p", "min_p,min_p", "top_q", "min_p;top_k"])
 def test_an_order_of_something_else_is_refused_with_the_names(text: str) -> None:
-    with pytest.raises(UsageError, match=r"step_order is a list of different words out of top_n_sigma, .*skew, not"):
+    with pytest.raises(
+        UsageError, match=r"step_order is different words with commas between them, out of top_n_sigma, .*skew, not"
+    ):
         option("step_order").parse(text, "--step-order")

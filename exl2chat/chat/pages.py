@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 def shown(value: Value) -> str:
     """A setting's value as the user would type it."""
-    return "unset" if value is None else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "unset" if value in (None, "") else str(value)
 
 
 def settings_page(settings: Settings) -> str:

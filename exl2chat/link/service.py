@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from exl2chat.errors import ChatError, ModelError
+from exl2chat.errors import ChatError, ModelError, is_out_of_memory
 from exl2chat.link import protocol as wire
 from exl2chat.model import hub
 from exl2chat.paths import Paths
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 PROGRESS_SECONDS = 0.1
 # What torch on the CPU, torch on a GPU, the CUDA driver and cuBLAS say.
-OUT_OF_MEMORY = ("allocate memory", "out of memory", "OUT_OF_MEMORY", "OUT_OF_RESOURCES", "ALLOC_FAILED")
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +122,7 @@ class Service:
 
     def _explain(self, fault: BaseException) -> tuple[str, str]:
         """Message and remedy for a failure that no part of ours foresaw."""
-        if isinstance(fault, MemoryError) or any(words in str(fault) for words in OUT_OF_MEMORY):
+        if is_out_of_memory(fault):
             now = f", now {self._host.info.context}" if self._host else ""
             remedy = f"use a shorter context (--ctx{now}), fewer bits per weight or a smaller model"
             return "out of memory", f"close what else fills it; or {remedy}"

@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_with_what_would(plan: Cal
     parts = r"0\.0 GiB of weights, 0\.0 GiB of cache for 2048 tokens and 0\.0 GiB of workspace do not fit 0\.0 GiB"
     with pytest.raises(ModelError, match=parts) as caught:
         plan(3 * MIB, asked=2048)
-    assert "--ctx 1536 would fit" in caught.value.remedy
+    assert "--ctx 1536 would fit, or more with --cache q4;" in caught.value.remedy
     with pytest.raises(ModelError, match=parts) as caught:
         plan(-1)
     assert "--ctx" not in caught.value.remedy
@@ -125,6 +125,14 @@ def test_fewer_bits_are_advised_only_where_there_are_fewer(monkeypatch: pytest.M
             placement.plan_memory(model, CPU, torch.float16, 2048)
         assert "--ctx 256" in caught.value.remedy
         assert ("--cache q4" in caught.value.remedy) == advised
+
+
+def test_a_cache_that_is_packed_already_is_not_told_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = placement.candidate(checkpoint("llama-3.0bpw-exl2"), CPU, torch.float16, 4)
+    monkeypatch.setattr(placement, "free_bytes", lambda _: 16 * MIB)
+    with pytest.raises(ModelError) as caught:
+        placement.plan_memory(model, CPU, torch.float16, 1 << 20)
+    assert "would fit; or choose" in caught.value.remedy
 
 
 def test_a_system_that_does_not_tell_its_free_memory_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:

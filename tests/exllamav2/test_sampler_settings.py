@@ -195,7 +195,7 @@ def test_a_misspelt_field_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"top_k": -3}, "top_k is a whole number of at least 0, not -3"),
+        ({"top_k": -3}, "top_k is a whole number from 0 to 1000000000000, not -3"),
         ({"typical": 1.5}, "typical_p is a number from 0 to 1, not 1.5"),
         ({"dry_base": 0.5}, "dry_base is a number from 1 to 10, not 0.5"),
         ({"dry_max_ngram": 0}, "dry_max_length is a whole number of at least 1, not 0"),
