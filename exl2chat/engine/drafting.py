@@ -119,8 +119,7 @@ class ModelDrafter:
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike; by halves, as slices compare faster than items: 28 us, not 494,
-    of 8192."""
+    """How many tokens two sequences begin with alike: by halves, as slices compare faster (28 us of 8192, not 494)."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
