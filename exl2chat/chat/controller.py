@@ -145,11 +145,14 @@ class Controller:
         await self.obey(commands.Unknown(word[1:]) if isinstance(action, commands.Text) else action)
 
     async def stop(self) -> None:
-        """Take back the newest queued message into the prompt; with none queued, stop the reply and keep its text."""
+        """Take back the newest queued message into the prompt; with none queued, stop the reply and keep its text, or
+        cancel the load: ModelDown follows, and ModelReady of the model before if the engine still has it."""
         if self.queued:
             self._outbox.return_newest()
         elif self._reply:
             await self._engine.send(wire.Stop(self._reply.id))
+        elif self.phase == "loading":
+            await self._engine.send(wire.Stop(""))
 
     def complete(self, line: str, cursor: int) -> list[Completion]:
         """What the text before `cursor` could become."""
@@ -325,7 +328,7 @@ class Controller:
         if event.note:
             self.emit(Notice(event.note, "warning"))
         if news == "kept":
-            self.emit(Notice(f"that could not be loaded: {event.model.name} still answers", "warning"))
+            self.emit(Notice(f"that was not loaded: {event.model.name} still answers", "warning"))
 
     def _handle_reply(self, event: wire.Event, reply: Reply) -> None:
         match event:

@@ -428,6 +428,17 @@ async def test_a_defect_in_handling_an_event_ends_the_reply_with_an_error_and_no
     assert chat.texts == [*(kept or ["hi"]), "more", "b"]
 
 
+async def test_a_load_is_cancelled_and_the_next_message_begins_another(start: Start) -> None:
+    chat = await start(Script(load=(Hold(),), replies=((Say("a"),),)))
+    await chat.controller.stop()
+    await chat.until(lambda: bool(chat.of(ModelDown)))
+    assert (chat.controller.phase, chat.engine.requests[-1]) == ("down", Stop(""))
+    await chat.controller.submit("hi")
+    chat.engine.release()
+    await chat.ready()
+    assert chat.texts == ["hi", "a"]
+
+
 async def test_a_defect_in_taking_a_model_leaves_none(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)
     with monkeypatch.context() as patch:

@@ -47,6 +47,18 @@ async def test_the_load_is_shown_and_typing_goes_on_meanwhile(start) -> None:
         assert not screen.shown("downloading")
 
 
+async def test_escape_cancels_a_load(start) -> None:
+    async with start(Script(load=(Progress("downloading weights", 1, 2), Hold()))) as screen:
+        await screen.until(lambda: screen.shown("downloading weights") and screen.shown("loading  ·  Esc cancels"))
+        await screen.say("early")
+        await screen.until(lambda: screen.shown("queued: early"))
+        await screen.press("escape")
+        assert (screen.app.prompt.text, screen.chat.phase) == ("early", "loading")
+        await screen.press("escape")
+        await screen.until(lambda: screen.shown("no model") and screen.shown("the load was stopped"))
+        assert not screen.shown("downloading")
+
+
 async def test_escape_stops_and_keeps_the_text(start) -> None:
     async with start(HELD) as screen:
         await screen.ready()
