@@ -71,7 +71,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("help", "[command]", "show the commands, or one of them", _help, completes="command"),
     Command("retry", "[#n]", "answer again, beside the reply there is", actions.retry, "message", needs_model=True),
     Command("continue", "", "go on where the last reply ends", actions.go_on, "reply", needs_model=True),
-    Command("edit", "[#n]", "change a message; sending it starts a new branch", actions.edit, "message"),
+    Command("edit", "[#n]", "change a message; sent, it starts a branch; erased, nothing", actions.edit, "message"),
     Command("undo", "[k]", "step back before the last k questions; nothing is erased", actions.undo, "message"),
     Command("redo", "[k]", "step forward again", actions.redo, "idle"),
     Command("branch", "[next|prev|k] [#n]", "show another version of a message", actions.branch, "message", "branch"),
