@@ -75,7 +75,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("undo", "[k]", "step back before the last k questions; nothing is erased", actions.undo, "message"),
     Command("redo", "[k]", "step forward again", actions.redo, "idle"),
     Command("branch", "[next|prev|k] [#n]", "show another version of a message", actions.branch, "message", "branch"),
-    Command("stop", "", "take back a queued message, or stop the reply and keep its text", actions.stop),
+    Command("stop", "", "take back a queued message, stop the reply and keep its text, or cancel a load", actions.stop),
     Command("new", "[title]", "start a new session", actions.new, "idle"),
     Command("open", "[id or title]", "open a saved session", actions.open_session, "idle", "session", ("resume",)),
     Command("rename", "<title>", "give the session another title", actions.rename),
