@@ -89,9 +89,10 @@ def measure(folder: Path | None, shape: str | None, settings: Settings, progress
     dtype = placement.choose_dtype(settings["dtype"], device)
     bits = BITS[settings["cache"]]
     start = time.perf_counter()
+    quantization: str | None
     if folder is None:
         model, budget = _make(shape or "", device, dtype, bits, settings["context"], progress)
-        quantization = "random weights"
+        quantization = None  # the name says that the weights are random
     else:
         model, budget, quantization = _load(folder, device, dtype, bits, settings["context"], progress)
     loaded = time.perf_counter()
@@ -147,13 +148,13 @@ def show_report(report: Report) -> None:
     """The report for a person, on stdout."""
     threads = "thread" if report["threads"] == 1 else "threads"
     where = report["gpu"] or f"{report['threads']} {threads}"
-    print(
-        scrub_line(f"{report['model']}: {report['quantization']}, {report['dtype']}, cache {report['cache']}, {where}")
-    )
+    parts = filter(None, (report["quantization"], report["dtype"], f"cache {report['cache']}", where))
+    print(scrub_line(f"{report['model']}: {', '.join(parts)}"))
     Console().print(as_table(report))
     for ceiling in dict.fromkeys(row["ceiling"] for row in report["rows"]):
         print(f"ceiling of {' and '.join(_kinds(report, ceiling))}: {ceiling}")
-    print(f"load {report['weight_bytes'] / 1e6:.0f} MB in {report['load_seconds']:.1f} s; memory {report['memory']}")
+    weights = f"{report['weight_bytes'] / (1 << 20):,.0f} MiB"
+    print(f"load {weights} in {report['load_seconds']:.1f} s; memory {report['memory']}")
     if report["read_bytes_per_second"]:
         print(f"kernels ready in {report['kernels_seconds']:.1f} s; ", end="")
         print(f"the memory is read at {report['read_bytes_per_second'] / 1e12:.2f} TB/s")

@@ -19,7 +19,7 @@ from exl2chat import __version__
 from exl2chat.errors import ChatError, UsageError
 from exl2chat.paths import Paths, home_folder
 from exl2chat.safetext import scrub_line
-from exl2chat.settings import OPTIONS, Option, Settings, load_settings
+from exl2chat.settings import OPTIONS, Option, Settings, load_settings, unknown_variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _prepare_streams()
     try:
         args = parser().parse_args(argv, argparse.Namespace(command=CHAT, home=None, engine="local"))
+        for line in unknown_variables():
+            print("exl2chat: " + scrub_line(line), file=sys.stderr)
         paths = Paths.default(args.home)
         flags = {option.name: getattr(args, option.name) for option in OPTIONS if hasattr(args, option.name)}
         # Where config.toml is can be asked for while it is broken.
@@ -203,7 +205,9 @@ def _add_common(parser: argparse.ArgumentParser, command: Command) -> None:
     rare = " ".join(row.flag for row in OPTIONS if row.rare and row.group in command.groups)
     if rare:
         lines = textwrap.wrap(rare, 78, break_on_hyphens=False)
-        parser.add_argument_group("more of how tokens are drawn (`/set` in the chat explains)", "\n".join(lines))
+        parser.add_argument_group(
+            "more of how tokens are drawn (the README explains, and `/set` in the chat)", "\n".join(lines)
+        )
 
 
 def _argument(row: Option) -> dict[str, Any]:

@@ -69,13 +69,16 @@ def source_hash() -> str:
 
 
 def write_report(file: Path, progress: Progress) -> None:
-    """Run the GPU's tests and benchmarks and write what came out. ModelError where there is no GPU or no checkout."""
+    """Run the GPU's tests and benchmarks and write what came out. ModelError where something for that is missing."""
     import torch
 
-    if not torch.cuda.is_available() or not TESTS.is_dir() or importlib.util.find_spec("cupy") is None:
-        raise ModelError(
-            "a GPU report needs an NVIDIA GPU, CuPy and a checkout with tests", "run it in a clone of the project"
-        )
+    if not torch.cuda.is_available():
+        remedy = "if there is one, `exl2chat doctor` says what is missing; without --report, bench measures the CPU"
+        raise ModelError("--report needs an NVIDIA GPU, and torch sees none", remedy)
+    if importlib.util.find_spec("cupy") is None:
+        raise ModelError("--report needs CuPy", "`exl2chat doctor` says how to install it")
+    if not TESTS.is_dir():
+        raise ModelError("--report needs the project's tests", "run it in a clone of the project")
     import cupy
 
     from exl2chat.ops.kernel_benchmark import measure_crossover, measure_products, measure_read

@@ -21,6 +21,7 @@ from exl2chat.errors import UsageError
 
 Origin = Literal["default", "model", "config.toml", "session", "environment", "flag", "/set"]
 Value = str | int | float | bool | None
+PREFIX = "EXL2CHAT_"  # of the names of our environment variables
 MAX_BIAS = 100.0  # a token so much less likely is never drawn
 MAX_COUNT = 10**12  # of tokens: more than any context has, and fits 64 bits wherever it is added to
 LAYERS: tuple[Origin, ...] = ("default", "model", "config.toml", "session", "environment", "flag", "/set")
@@ -124,7 +125,7 @@ class Option:
 
     @property
     def env(self) -> str:
-        return "EXL2CHAT_" + self.name.upper()
+        return PREFIX + self.name.upper()
 
     def parse(self, text: str, where: str) -> Value:
         """`text` as this option's type; UsageError naming `where` when it is not."""
@@ -305,6 +306,22 @@ def load_settings(flags: Mapping[str, Value], config_file: Path, environ: Mappin
     settings = Settings().with_layer("config.toml", read_config(config_file))
     from_env = {row.name: row.parse(env[row.env], row.env) for row in OPTIONS if row.env in env}
     return settings.with_layer("environment", from_env).with_layer("flag", flags)
+
+
+def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """A line about each variable with our prefix that sets nothing, with the nearest that does."""
+    meant = {"HOME": "HOME"}  # by what one may write after the prefix, what is right
+    for row in OPTIONS:
+        right = row.env.removeprefix(PREFIX)
+        meant |= {right: right, row.flag.removeprefix("--").replace("-", "_").upper(): right}
+    lines = []
+    for name in sorted(os.environ if environ is None else environ):
+        word = name.removeprefix(PREFIX)
+        if word != name and word not in meant.values():
+            near = get_close_matches(word.upper(), meant, n=1)
+            hint = f"did you mean {PREFIX}{meant[near[0]]}?" if near else "`exl2chat --help` lists the settings"
+            lines.append(f"{name} sets nothing: {hint}")
+    return lines
 
 
 def read_config(path: Path) -> dict[str, Value]:

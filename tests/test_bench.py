@@ -73,6 +73,16 @@ def test_a_shape_needs_no_model(dtype: str, tmp_path: Path, capsys: pytest.Captu
     assert report["weight_bytes"] == SHAPES["tiny"].weight_bytes(torch.device("cpu"), getattr(torch, dtype))
 
 
+def test_a_shape_says_once_that_its_weights_are_random_and_counts_in_one_unit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "--shape", "tiny", "--device", "cpu", "--ctx", "256", "--home", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.count("random weights") == 1
+    assert " MiB" in said
+    assert " MB" not in said
+
+
 def test_every_shape_can_be_asked_for() -> None:
     assert set(bench.SHAPES) == SHAPES.keys()
 

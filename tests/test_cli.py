@@ -45,6 +45,21 @@ def test_a_switch_needs_no_value_and_can_be_turned_off():
     assert [args.temperature_last for args in read] == [True, False]
 
 
+def test_a_variable_that_sets_nothing_is_one_line_on_the_standard_error(command, monkeypatch):
+    monkeypatch.setenv("EXL2CHAT_TEMPRATURE", "0.5")
+    monkeypatch.setenv("EXL2CHAT_TOP_K", "5")
+    status, out, err = command("paths")
+    assert (status, err) == (0, "exl2chat: EXL2CHAT_TEMPRATURE sets nothing: did you mean EXL2CHAT_TEMPERATURE?\n")
+    assert "EXL2CHAT" not in out
+
+
+def test_the_help_of_run_says_where_the_rare_flags_are_explained(command):
+    _, out, _ = command("run", "--help")
+    heading = next(line for line in out.splitlines() if line.startswith("more of how tokens are drawn"))
+    assert "README" in heading
+    assert "/set" in heading
+
+
 def test_help_names_examples_exit_codes_and_files(command):
     _, out, _ = command("--help")
     for word in ("examples:", "exit status:", "config.toml", "130", *(entry.name for entry in cli.COMMANDS)):

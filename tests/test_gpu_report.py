@@ -7,9 +7,11 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from exl2chat import gpu_report
 from exl2chat.engine.checkup import FAMILIES
+from exl2chat.errors import ModelError
 from exl2chat.gpu_report import SANITIZERS, source_hash
 
 FILE = Path(__file__).parent.parent / "benchmarks" / "gpu-report.json"
@@ -106,3 +108,21 @@ def test_what_a_sanitizer_says_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_machine_without_the_sanitizer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert "compute-sanitizer" in str(gpu_report.sanitize("memcheck", "attention"))
+
+
+def test_a_report_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refusal() -> ModelError:
+        with pytest.raises(ModelError) as caught:
+            gpu_report.write_report(tmp_path / "report.json", lambda *_: None)
+        return caught.value
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "NVIDIA GPU" in refusal().message
+    assert "exl2chat doctor" in refusal().remedy
+    assert "without --report" in refusal().remedy
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_report.importlib.util, "find_spec", lambda _: None)
+    assert "CuPy" in refusal().message
+    monkeypatch.setattr(gpu_report.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(gpu_report, "TESTS", tmp_path / "none")
+    assert "clone" in refusal().remedy

@@ -16,6 +16,7 @@ from exl2chat import cli
 from exl2chat.chat.controller import Controller
 from exl2chat.chat.events import Message
 from exl2chat.chat.session import Session
+from exl2chat.errors import ChatError
 from exl2chat.link.protocol import Form
 from exl2chat.link.scripted import Die, Fail, Finish, Hold, Read, Say, Script, ScriptedEngine
 from exl2chat.paths import Paths
@@ -118,6 +119,16 @@ def test_failures_give_one_complaint_and_their_status(script, load, reply, statu
     assert complaint in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ("half \n" if len(reply) == 2 else "")
+
+
+async def test_a_defect_on_the_way_is_one_complaint_and_not_a_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(Controller, "_draft_soon", lambda _: 1 / 0)
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    controller = Controller(ScriptedEngine(), Settings(), Paths.default(tmp_path), Session.in_memory())
+    async with asyncio.timeout(10):
+        with pytest.raises(ChatError, match="ZeroDivisionError") as caught:
+            await answer("hi", controller)
+    assert caught.value.status == 1
 
 
 def test_an_interrupt_keeps_the_partial_answer_and_exits_130(script):

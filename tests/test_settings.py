@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from exl2chat.errors import UsageError
-from exl2chat.settings import LAYERS, Sampling, Settings, load_settings, option, read_config
+from exl2chat.settings import LAYERS, Sampling, Settings, load_settings, option, read_config, unknown_variables
 
 
 def test_the_later_layer_holds_and_says_so() -> None:
@@ -28,6 +28,22 @@ def test_file_environment_and_flags_stack(tmp_path: Path) -> None:
     settings = load_settings({"seed": 3}, config, environ)
     assert (settings["top_k"], settings["min_p"], settings["seed"]) == (1, 0.5, 3)
     assert isinstance(settings.sampling().min_p, float)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("EXL2CHAT_TEMPRATURE", "EXL2CHAT_TEMPERATURE"),
+        ("EXL2CHAT_CTX", "EXL2CHAT_CONTEXT"),
+        ("EXL2CHAT_HOEM", "EXL2CHAT_HOME"),
+        ("EXL2CHAT_topk", "EXL2CHAT_TOP_K"),
+        ("EXL2CHAT_", "--help"),
+    ],
+)
+def test_a_variable_that_sets_nothing_is_named_with_the_nearest_that_does(name: str, meant: str) -> None:
+    (line,) = unknown_variables({name: "1", "HOME": "x", "EXL2CHAT_HOME": "x", "EXL2CHAT_TOP_K": "1"})
+    assert line.startswith(f"{name} sets nothing: ")
+    assert meant in line
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from exl2chat.chat.events import (
     SessionChanged,
     SettingChanged,
 )
+from exl2chat.chat.faults import fault_in, log_fault
 from exl2chat.chat.loads import Loads, load_request, put_back
 from exl2chat.chat.outbox import Outbox
 from exl2chat.chat.recall import with_model, with_session
@@ -144,11 +145,14 @@ class Controller:
         await self.obey(commands.Unknown(word[1:]) if isinstance(action, commands.Text) else action)
 
     async def stop(self) -> None:
-        """Take back the newest queued message into the prompt; with none queued, stop the reply and keep its text."""
+        """Take back the newest queued message into the prompt; with none queued, stop the reply and keep its text, or
+        cancel the load: ModelDown follows, and ModelReady of the model before if the engine still has it."""
         if self.queued:
             self._outbox.return_newest()
         elif self._reply:
             await self._engine.send(wire.Stop(self._reply.id))
+        elif self.phase == "loading":
+            await self._engine.send(wire.Stop(""))
 
     def complete(self, line: str, cursor: int) -> list[Completion]:
         """What the text before `cursor` could become."""
@@ -167,8 +171,7 @@ class Controller:
             try:
                 listener(event)
             except Exception as fault:
-                context = {"message": f"a listener failed on {type(event).__name__}", "exception": fault}
-                asyncio.get_running_loop().call_exception_handler(context)
+                log_fault(f"a listener on {type(event).__name__} failed", fault)
 
     async def obey(self, action: commands.Invocation | commands.Unknown) -> None:
         """Obey a command; what goes wrong is reported."""
@@ -213,7 +216,11 @@ class Controller:
         if self.path != shown:
             self.emit(PathChanged())
         self.emit(ReplyStarted(self._reply.id, start))
-        await self._engine.send(request(self._reply.id, self.path, start, sampling, self.settings, self.form))
+        asked = request(self._reply.id, self.path, start, sampling, self.settings, self.form)
+        try:
+            await self._engine.send(asked)
+        except ChatError as fault:  # it is too long for a message to the engine
+            self._handle_reply(wire.Failed(asked.id, fault.message, fault.remedy, fault.status), self._reply)
 
     async def change_settings(self, settings: Settings) -> None:
         """Let `settings` hold; a change of what is loaded loads anew. UsageError if a reply is on its way then."""
@@ -272,11 +279,25 @@ class Controller:
 
     async def _read_events(self) -> None:
         async for event in self._engine.events():
-            try:
-                await self._handle(event)
-            except Exception as fault:  # a defect here must not leave a chat that never answers again
-                context = {"message": f"handling {type(event).__name__} failed", "exception": fault}
-                asyncio.get_running_loop().call_exception_handler(context)
+            what = f"handling {type(event).__name__}"
+            if fault := await fault_in(self._handle(event), what):
+                await fault_in(self._give_up(event, fault), what)
+
+    async def _give_up(self, event: wire.Event, fault: Exception) -> None:
+        """End what `fault` came in the way of, and say so: nobody is to wait for an answer that never comes."""
+        error = ChatError(f"a defect ended this: {type(fault).__name__}: {fault!s:.200}", "please report it")
+        reply, down = self._reply, self.phase == "loading" or isinstance(event, wire.Ready | wire.Died)
+        self.phase = "down" if down else "ready"
+        try:
+            self._end_reply("error")
+        finally:
+            if down:
+                self._loads.forget()
+                self._go_down(error)
+            else:
+                self.report(error)
+        if reply:
+            await self._engine.send(wire.Stop(reply.id))
 
     async def _handle(self, event: wire.Event) -> None:
         match event:
@@ -307,7 +328,7 @@ class Controller:
         if event.note:
             self.emit(Notice(event.note, "warning"))
         if news == "kept":
-            self.emit(Notice(f"that could not be loaded: {event.model.name} still answers", "warning"))
+            self.emit(Notice(f"that was not loaded: {event.model.name} still answers", "warning"))
 
     def _handle_reply(self, event: wire.Event, reply: Reply) -> None:
         match event:

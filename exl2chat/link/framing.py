@@ -5,7 +5,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from exl2chat.errors import ChatError
+from exl2chat.errors import ChatError, ContextError
 from exl2chat.link.protocol import Record
 
 MAX_FRAME = 64 << 20  # bytes; the longest conversation that fits any context is far below it
@@ -17,10 +17,11 @@ class FrameError(ChatError):
 
 
 def pack(record: Record) -> bytes:
-    """`record` as one frame. FrameError when it is longer than MAX_FRAME."""
+    """`record` as one frame. ContextError when it is longer than MAX_FRAME."""
     body = msgspec.msgpack.encode(record)
     if len(body) > MAX_FRAME:
-        raise FrameError(f"a message of {len(body)} bytes is over the limit of {MAX_FRAME}", "shorten the conversation")
+        size = f"{len(body)} bytes, over the limit of {MAX_FRAME}"
+        raise ContextError(f"the conversation takes {size}", "shorten it, or start anew")
     return len(body).to_bytes(_HEADER, "little") + body
 
 

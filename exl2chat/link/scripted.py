@@ -246,7 +246,8 @@ class ScriptedEngine:
                 return
             self._wake.clear()
             try:
-                await asyncio.wait_for(self._wake.wait(), step.seconds if isinstance(step, Wait) else None)
+                async with asyncio.timeout(step.seconds if isinstance(step, Wait) else None):
+                    await self._wake.wait()  # under wait_for of Python 3.11, a cancel right after a wake is lost
             except TimeoutError:
                 return
         raise _Stopped

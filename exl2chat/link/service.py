@@ -87,7 +87,9 @@ class Service:
                 return self._load(job, job.request)
             return self._answer(job, job.request)
         except LoadStopped:
-            return wire.Failed("", "the load was stopped")
+            if self._host:
+                return wire.Failed("", "the load was stopped")
+            return wire.Failed("", "the load was stopped: no model is loaded", "the next message loads it again")
         except ChatError as fault:
             return wire.Failed(job.id, fault.message, fault.remedy, fault.status)
         except (KeyboardInterrupt, SystemExit):

@@ -172,8 +172,11 @@ class ChatApp(App[int]):
 
     @on(Prompt.Submitted)
     async def _on_prompt_submitted(self, event: Prompt.Submitted) -> None:
-        replaces, self.presenter.replaces = self.presenter.replaces, None
-        await self.controller.submit(event.text, replaces)
+        await self.controller.submit(event.text, event.replaces)
+
+    @on(Prompt.EditEnded)
+    def _on_edit_ended(self) -> None:
+        self.say("no longer editing: what you send is a new message", "information")
 
     @on(TextArea.Changed)
     def _on_typed(self) -> None:
@@ -207,7 +210,6 @@ class ChatApp(App[int]):
             await self.controller.stop()
         elif self.prompt.text:
             self.prompt.put("")
-            self.presenter.replaces = None
         elif self._armed:
             self.leave()
         else:

@@ -131,6 +131,8 @@ def joined(words: Sequence[str], width: int) -> str:
 def status_words(status: Status) -> list[str]:
     """The parts of the status line, the more important ones first."""
     words = [PHASES[status.phase]]
+    if status.phase == "loading" and not status.queued:
+        words.append("Esc cancels")
     if status.queued:
         words.append(f"{status.queued} queued")
     if status.form:

@@ -23,7 +23,7 @@ KEYS = (
         "new line; also Shift+Enter where the terminal tells it apart, and a backslash before Enter",
         "newline",
     ),
-    Key("Esc", "stop the reply and keep its text; close a panel", "stop", "escape", "stop"),
+    Key("Esc", "stop the reply and keep its text; cancel a load; close a panel", "stop", "escape", "stop"),
     Key("/", "begin a command; Tab takes the marked completion", "commands"),
     Key("F1", "this page", "help", "f1", "help"),
     Key("Ctrl+D", "quit, when the prompt is empty", "quit"),

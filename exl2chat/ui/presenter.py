@@ -47,12 +47,11 @@ class Bars:
 
 
 class Presenter:
-    """Shows a controller's state and events. `replaces` is the message that the prompt's text is to replace."""
+    """Shows a controller's state and events."""
 
     def __init__(
         self, controller: Controller, stage: Stage, transcript: Transcript, prompt: Prompt, bars: Bars
     ) -> None:
-        self.replaces: str | None = None
         self._controller = controller
         self._stage = stage
         self._transcript = transcript
@@ -158,7 +157,7 @@ class Presenter:
     @_show.register
     def _(self, event: chat.FillPrompt) -> None:
         self._prompt.put(event.text)
-        self.replaces = event.replaces
+        self._prompt.replaces = event.replaces
 
     @_show.register
     def _(self, event: chat.ChooseSession) -> None:

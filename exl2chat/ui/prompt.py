@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from textual import events
+from textual import events, on
 from textual.binding import Binding
 from textual.message import Message
 from textual.widgets import TextArea
+from textual.widgets.text_area import Edit, EditResult
 
 from exl2chat.safetext import scrub
 from exl2chat.ui.completion import CompletionList
@@ -24,7 +25,10 @@ class Recall(Protocol):
 
 
 class Prompt(TextArea):
-    """Posts what the user sends. A long paste shows as a token in double brackets and is put back when it is sent."""
+    """Posts what the user sends. A long paste shows as a token in double brackets and is put back when it is sent.
+
+    `replaces` is the message that the text is to replace, if it is an edit; a text that is erased ends the edit.
+    """
 
     BINDINGS: ClassVar = [
         Binding("pageup", "app.page(-1)", show=False),
@@ -38,9 +42,13 @@ class Prompt(TextArea):
 
     @dataclass
     class Submitted(Message):
-        """The user sent `text`."""
+        """The user sent `text`, in place of the message `replaces` if it is an edit."""
 
         text: str
+        replaces: str | None
+
+    class EditEnded(Message):
+        """The text that was to replace a message was erased."""
 
     class Left(Message):
         """The user asked to leave."""
@@ -52,6 +60,8 @@ class Prompt(TextArea):
         self._recalled = 0  # how many steps back in the history; 0 is the draft
         self._draft = ""
         self._pastes: dict[str, str] = {}
+        self._was_empty = True
+        self.replaces: str | None = None
 
     @property
     def full_text(self) -> str:
@@ -66,6 +76,20 @@ class Prompt(TextArea):
         self.replace(scrub(text), self.document.start, self.document.end)
         self.move_cursor(self.document.end)
         self._recalled = 0
+
+    def edit(self, edit: Edit) -> EditResult:
+        """Change the text: whatever is typed, pasted or put does, at once. Undoing does not come through here."""
+        result = super().edit(edit)
+        self._end_edit()
+        return result
+
+    @on(TextArea.Changed)
+    def _end_edit(self) -> None:
+        """End the edit as soon as its text is erased; one of an empty message begins without any."""
+        erased, self._was_empty = not self.text and not self._was_empty, not self.text
+        if erased and self.replaces:
+            self.replaces = None
+            self.post_message(self.EditEnded())
 
     async def _on_key(self, event: events.Key) -> None:
         if self._handles(event.key):
@@ -114,8 +138,9 @@ class Prompt(TextArea):
         text = self.full_text
         if text.strip():
             self._history.add(text)
+            replaces, self.replaces = self.replaces, None
             self.put("")
-            self.post_message(self.Submitted(text))
+            self.post_message(self.Submitted(text, replaces))
 
     @property
     def _on_first_row(self) -> bool:

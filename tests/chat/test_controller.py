@@ -5,7 +5,9 @@ import asyncio
 import msgspec
 import pytest
 
+from exl2chat.chat import controller
 from exl2chat.chat.completion import Names
+from exl2chat.chat.controller import Controller
 from exl2chat.chat.events import (
     ChatEvent,
     FillPrompt,
@@ -24,8 +26,8 @@ from exl2chat.chat.events import (
 )
 from exl2chat.chat.reply import Reply
 from exl2chat.chat.session import Session
-from exl2chat.link import scripted
-from exl2chat.link.protocol import Died, Event, Failed, Load, Ready, Stop, Turn
+from exl2chat.link import framing, scripted
+from exl2chat.link.protocol import Died, Event, Failed, Load, Ready, Request, Stop, Turn
 from exl2chat.link.scripted import Die, Fail, Finish, Hold, Progress, Read, Say, Script, ScriptedEngine
 from exl2chat.paths import Paths
 from exl2chat.settings import Settings
@@ -402,17 +404,75 @@ async def test_a_listener_that_fails_stops_nothing(start: Start) -> None:
     assert failures == []
 
 
-async def test_a_defect_in_handling_one_event_does_not_end_the_chat(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("defect", "kept"),
+    [((Reply, "begin"), []), ((Reply, "message"), []), ((Controller, "_draft_soon"), ["hi", "one"])],
+)
+async def test_a_defect_in_handling_an_event_ends_the_reply_with_an_error_and_not_the_chat(
+    start: Start, monkeypatch: pytest.MonkeyPatch, defect: tuple[type, str], kept: list[str]
 ) -> None:
-    chat = await (await start(replies("a", "b"))).ready()
+    chat = await (await start(replies("one two", "b"))).ready()
     failures: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: failures.append(context))
     with monkeypatch.context() as patch:
-        patch.setattr(Reply, "begin", lambda *_: 1 / 0)
-        await chat.say("hi")
+        patch.setattr(*defect, lambda *_: 1 / 0)
+        await chat.controller.submit("hi")
+        await chat.until(lambda: bool(chat.of(Notice)))
+        await chat.ready()
     assert isinstance(failures[0]["exception"], ZeroDivisionError)
+    notice = chat.last(Notice)
+    assert (notice.level, notice.status) == ("error", 1)
+    assert "ZeroDivisionError" in notice.text
+    assert chat.texts == (kept or ["hi"])
+    await chat.say("more")
+    assert chat.texts == [*(kept or ["hi"]), "more", "b"]
+
+
+async def test_a_load_is_cancelled_and_the_next_message_begins_another(start: Start) -> None:
+    chat = await start(Script(load=(Hold(),), replies=((Say("a"),),)))
+    await chat.controller.stop()
+    await chat.until(lambda: bool(chat.of(ModelDown)))
+    assert (chat.controller.phase, chat.engine.requests[-1]) == ("down", Stop(""))
+    await chat.controller.submit("hi")
+    chat.engine.release()
+    await chat.ready()
     assert chat.texts == ["hi", "a"]
+
+
+async def test_a_defect_in_taking_a_model_leaves_none(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(controller, "with_model", lambda *_: 1 / 0)
+        chat = await start(replies("a"))
+        await chat.until(lambda: bool(chat.of(ModelDown)))
+    assert (chat.controller.phase, chat.controller.model) == ("down", None)
+    await chat.say("hi")
+    assert chat.texts == ["hi", "a"]
+
+
+@pytest.mark.parametrize("queued", [True, False])
+async def test_a_conversation_too_long_for_the_engine_returns_to_the_prompt(
+    start: Start, monkeypatch: pytest.MonkeyPatch, queued: bool
+) -> None:
+    monkeypatch.setattr(conftest, "ScriptedEngine", FramingEngine)
+    monkeypatch.setattr(framing, "MAX_FRAME", 10_000)
+    chat = await start(replies("a"))
+    if not queued:
+        await chat.ready()
+    await chat.controller.submit("x" * 10_001)
+    await chat.until(lambda: bool(chat.of(Notice)))
+    await chat.ready()
+    assert (chat.last(Notice).status, chat.last(FillPrompt).text) == (4, "x" * 10_001)
+    await chat.say("hi")
+    assert chat.texts == ["hi", "a"]
+
+
+class FramingEngine(ScriptedEngine):
+    """Refuses what fits no frame, as the one behind a pipe does."""
+
+    async def send(self, request: Request) -> None:
+        framing.pack(request)
+        await super().send(request)
 
 
 async def test_completion_knows_what_the_front_end_knows(start: Start) -> None:

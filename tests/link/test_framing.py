@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exl2chat.errors import ContextError
 from exl2chat.link import protocol as wire
 from exl2chat.link.framing import MAX_FRAME, FrameError, pack, read_frame, read_frame_blocking
 
@@ -53,3 +54,8 @@ def test_a_stream_that_ends_within_a_frame_has_no_more_frames():
 def test_an_absurd_length_is_an_error_not_an_allocation():
     with pytest.raises(FrameError):
         read_frame_blocking(io.BytesIO((MAX_FRAME + 1).to_bytes(4, "little") + b"x"))
+
+
+def test_a_record_that_fits_no_frame_is_a_conversation_too_long():
+    with pytest.raises(ContextError, match="over the limit"):
+        pack(wire.Generate("a", (wire.Turn("user", "x" * MAX_FRAME),)))

@@ -231,6 +231,27 @@ def test_a_stop_of_the_load_ends_it_and_what_waits_for_it(tmp_path):
     assert (stopped.id, refused.id, refused.status) == ("", "a", 3)
 
 
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_stop_leaves_the_model_there_was_until_it_is_given_up(tmp_path, weights):
+    ready = []
+
+    def react(event):
+        ready.extend([event] if isinstance(event, wire.Ready) else [])
+        reached = ready and isinstance(event, wire.Loading) and ("weights" in event.stage) == weights
+        return wire.Stop("") if reached else None
+
+    events = serve(tmp_path, LOAD, LOAD, ask(), react=react, spare=0 if weights else 1)
+    said = [event for event in events if not isinstance(event, wire.Loading | wire.Prefill | wire.Chunk)]
+    first, failed, *rest = said
+    if weights:
+        assert "no model is loaded" in failed.message
+        assert [(event.id, event.status) for event in rest] == [("a", ModelError.status)]
+    else:
+        again, finished = rest
+        assert (again.model, again.seconds) == (first.model, 0.0)
+        assert (failed.message, finished.reason) == ("the load was stopped", "max_tokens")
+
+
 def test_a_stop_string_ends_the_reply_and_stays_out_of_it(tmp_path):
     whole = text_of(serve(tmp_path, LOAD, ask()))
     wanted = whole[len(whole) // 2 : len(whole) // 2 + 3]

@@ -47,6 +47,18 @@ async def test_the_load_is_shown_and_typing_goes_on_meanwhile(start) -> None:
         assert not screen.shown("downloading")
 
 
+async def test_escape_cancels_a_load(start) -> None:
+    async with start(Script(load=(Progress("downloading weights", 1, 2), Hold()))) as screen:
+        await screen.until(lambda: screen.shown("downloading weights") and screen.shown("loading  ·  Esc cancels"))
+        await screen.say("early")
+        await screen.until(lambda: screen.shown("queued: early"))
+        await screen.press("escape")
+        assert (screen.app.prompt.text, screen.chat.phase) == ("early", "loading")
+        await screen.press("escape")
+        await screen.until(lambda: screen.shown("no model") and screen.shown("the load was stopped"))
+        assert not screen.shown("downloading")
+
+
 async def test_escape_stops_and_keeps_the_text(start) -> None:
     async with start(HELD) as screen:
         await screen.ready()
@@ -204,6 +216,45 @@ async def test_edit_fills_the_prompt_and_branches(start) -> None:
         await screen.replied()
         first, second = screen.chat.session.tree.siblings(screen.chat.path[0].id)
         assert (first.text, second.text) == ("first wording", "first wording!")
+
+
+@pytest.mark.parametrize("erase", [("ctrl+u",), ("ctrl+c",), ("ctrl+z",), ("backspace",) * 6])
+async def test_an_edit_whose_text_is_erased_has_ended(start, erase) -> None:
+    async with start(HELLO) as screen:
+        await screen.ready()
+        await screen.say("before")
+        await screen.replied()
+        await screen.say("/edit")
+        await screen.until(lambda: screen.app.prompt.text == "before")
+        await screen.press(*erase)
+        await screen.until(lambda: screen.shown("no longer editing"))
+        await screen.say("anew")
+        await screen.replied(2)
+        assert [message.text for message in screen.chat.path[::2]] == ["before", "anew"]
+
+
+async def test_an_edit_ends_even_where_typing_goes_on_at_once(start) -> None:
+    async with start(HELLO) as screen:
+        await screen.ready()
+        screen.app.prompt.put("before")
+        screen.app.prompt.replaces = "a message"
+        screen.app.prompt.clear()
+        screen.app.prompt.insert("anew")
+        assert screen.app.prompt.replaces is None
+
+
+async def test_an_edit_may_begin_without_text(start) -> None:
+    """A reply may be empty; to edit it is to write it."""
+    async with start(Script(replies=((),))) as screen:
+        await screen.ready()
+        await screen.say("question")
+        await screen.replied()
+        await screen.say("/edit #2")
+        await screen.until(lambda: screen.app.prompt.replaces)
+        await screen.pilot.pause()
+        await screen.say("my answer")
+        await screen.until(lambda: screen.chat.path[-1].text == "my answer")
+        assert screen.chat.path[-1].role == "assistant"
 
 
 async def test_an_unknown_command_never_reaches_the_model(start) -> None:

@@ -35,6 +35,11 @@ def test_status() -> None:
     ]
 
 
+def test_a_load_can_be_cancelled_once_nothing_is_queued() -> None:
+    assert status_words(Status("loading")) == ["loading", "Esc cancels"]
+    assert status_words(Status("loading", queued=1)) == ["loading", "1 queued"]
+
+
 def test_what_replies_must_be_is_in_the_status() -> None:
     assert status_words(Status("ready", form="json")) == ["ready", "json only"]
 
