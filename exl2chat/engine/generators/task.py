@@ -103,11 +103,12 @@ class Task:
         allowed = np.ones(size, np.bool_)
         if job.constraint is not None:
             allowed = _fitted(job.constraint.mask(), size)
+        if healing and self._healed is not None:
+            allowed = allowed & self._language.healer.continuations(self._healed)
+        if job.constraint is not None:
             ends = allowed & self._language.is_one_of(job.stops.ids | self._language.end_ids)
             if job.prefer_end and job.constraint.accepting and ends.any():
                 allowed = ends
-        if healing and self._healed is not None:
-            allowed = allowed & self._language.healer.continuations(self._healed)
         later = allowed & ~self._language.is_one_of(job.stops.ids) if early else allowed
         allowed = later if later.any() else allowed  # where nothing but the end is possible, it is the end
         allowed = allowed & ~self._language.is_one_of(self._blocked.get(at, ()))
@@ -129,7 +130,7 @@ class Task:
         self._pending.append(_Pending(token, None))
         if (at := self._banned_at()) is not None:
             return self._take_back(at)
-        held = self._holds_banned()
+        held = self._holds_banned() or (bool(self._banned) and not text)  # nor the first bytes of a character
         if held:
             self._pending[-1] = _Pending(token, copy.deepcopy(self._sampler))
         self._sampler.observe(token.id)
