@@ -165,6 +165,12 @@ def test_a_stop_string_in_front_of_a_banned_one_ends_the_reply() -> None:
     assert text_of(drive(task(stops=StopConditions.of(["b"]), banned=("abc",)), saying("abc"))) == "a"
 
 
+def test_the_string_that_is_complete_first_counts_within_one_token_too() -> None:
+    for stop, banned, text in (("e", "ll", "h"), ("l", "he", "_")):
+        subject = task(limit=1, stops=StopConditions.of([stop]), banned=(banned,))
+        assert text_of(drive(subject, lambda _: ranked(2, ord("_")))) == text  # 2 is "hell"
+
+
 # Healing
 
 

@@ -173,8 +173,10 @@ class Task:
         return "".join(pending.token.text for pending in self._pending)
 
     def _banned_at(self) -> int | None:
-        """Which pending token begins a complete banned string."""
-        if (match := self._banned.find(self._joined())) is None:
+        """Which pending token begins a banned string that is complete before any stop string is."""
+        joined = self._joined()
+        match, stop = self._banned.find(joined), self._stops.find(joined)
+        if match is None or (stop is not None and stop[:2] <= match[:2]):
             return None
         pieces = [pending.token.text for pending in self._pending]
         at = next(n for n, end in enumerate(accumulate(map(len, pieces))) if end > match.start)
