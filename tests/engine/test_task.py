@@ -216,6 +216,16 @@ def test_a_constraint_holds_and_ends_the_reply() -> None:
     assert (text_of(advances), advances[-1].end.reason) == ("no", "end_filter")
 
 
+def test_one_constraint_may_be_that_of_several_jobs() -> None:
+    rule = compile_regex(table(), "[ab]{3}")
+    both = [task(stops=ENDS, constraint=rule) for _ in range(2)]
+    for _ in range(3):
+        for subject in both:
+            subject.draw(ranked(END, ord("a")))
+            subject.advance()
+    assert [subject.text for subject in both] == ["aaa", "aaa"]
+
+
 def test_a_constraint_holds_for_a_healed_token() -> None:
     subject = task(stops=ENDS, prompt=(65, 1), heal=True, constraint=compile_choice(table(), ["llo", "y"]))
     assert text_of(drive(subject, saying("?" * 9))) == "llo"

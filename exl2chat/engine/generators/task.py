@@ -64,8 +64,9 @@ class Task:
         self._drawn: tuple[Token, bool] | None = None
         self._fed: list[bool] = []
         self._said: list[str] = []
-        if job.constraint is not None:
-            job.constraint.begin(continuing=True, healed=self._healed)
+        self._constraint = None if job.constraint is None else job.constraint.clone()  # others may have it too
+        if self._constraint is not None:
+            self._constraint.begin(continuing=True, healed=self._healed)
 
     @property
     def seed(self) -> int:
@@ -98,16 +99,16 @@ class Task:
         job, size, at = self.job, self._language.size, len(self.reply)
         healing = self._healed is not None and at == 0
         early = at < job.min_new_tokens and job.stops.ids
-        if job.constraint is None and not healing and not early and at not in self._blocked:
+        if self._constraint is None and not healing and not early and at not in self._blocked:
             return None
         allowed = np.ones(size, np.bool_)
-        if job.constraint is not None:
-            allowed = _fitted(job.constraint.mask(), size)
+        if self._constraint is not None:
+            allowed = _fitted(self._constraint.mask(), size)
         if healing and self._healed is not None:
             allowed = allowed & self._language.healer.continuations(self._healed)
-        if job.constraint is not None:
+        if self._constraint is not None:
             ends = allowed & self._language.is_one_of(job.stops.ids | self._language.end_ids)
-            if job.prefer_end and job.constraint.accepting and ends.any():
+            if job.prefer_end and self._constraint.accepting and ends.any():
                 allowed = ends
         later = allowed & ~self._language.is_one_of(job.stops.ids) if early else allowed
         allowed = later if later.any() else allowed  # where nothing but the end is possible, it is the end
@@ -134,15 +135,15 @@ class Task:
         if held:
             self._pending[-1] = _Pending(token, copy.deepcopy(self._sampler))
         self._sampler.observe(token.id)
-        if self.job.constraint is not None and fed:
-            self.job.constraint.advance(token.id)
+        if self._constraint is not None and fed:
+            self._constraint.advance(token.id)
         return self._emit(held)
 
     def _emit(self, held: bool) -> Advance:
         joined = self._joined()
         if (match := self._stops.find(joined)) is not None:
             return self._stop(match.string, joined[: match.start])
-        if self.job.constraint is not None and self.job.constraint.finished:
+        if self._constraint is not None and self._constraint.finished:
             return self._finish(End("end_filter", token=self.reply[-1]))
         if len(self.reply) == self.job.max_new_tokens:
             return self._finish(End("max_new_tokens"))
@@ -193,8 +194,8 @@ class Task:
         taken = self._pending[at:]
         suppressed = tuple(pending.token for pending in taken)
         place = len(self.reply) - len(taken)
-        if self.job.constraint is not None:
-            self.job.constraint.rollback(sum(self._fed[place:-1]))  # of the last one it was not told
+        if self._constraint is not None:
+            self._constraint.rollback(sum(self._fed[place:-1]))  # of the last one it was not told
         if (sampler := taken[0].sampler) is not None:
             self._sampler = sampler
         del self._pending[at:], self.reply[place:], self._fed[place:]
