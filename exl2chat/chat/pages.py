@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from exl2chat.chat.controller import Controller
 
 
+LONGEST_CODE = 4000  # characters
+
+
 def shown(value: Value) -> str:
     """A setting's value as the user would type it."""
     if isinstance(value, bool):
@@ -41,7 +44,7 @@ def form_page(form: Form | None) -> str:
     if form is None:
         return "Anything. `/json`, `/regex` and `/grammar` say what replies must be."
     source = f" From {_cell(form.source)}." if form.source else ""
-    return f"Replies are {MEANING[form.kind]}, until `/{form.kind} off`.{source}\n\n{_quoted(form.text)}"
+    return f"Replies are {MEANING[form.kind]}, until `/{form.kind} off`.{source}\n\n{_code(form.text)}"
 
 
 def model_page(controller: "Controller") -> str:
@@ -93,6 +96,12 @@ def _cell(text: str) -> str:
     """`text` on one line, with nothing in it that ends the cell."""
     line = " ".join(text.split())
     return (line if len(line) <= 80 else line[:79] + "…").replace("\\", "\\\\").replace("|", "\\|")
+
+
+def _code(text: str) -> str:
+    """`text` as it is, whatever it means in Markdown; of a long one the beginning, as a file may have megabytes."""
+    beginning = text if len(text) <= LONGEST_CODE else text[:LONGEST_CODE] + "…"
+    return "\n".join("    " + line for line in beginning.split("\n"))
 
 
 def _quoted(text: str) -> str:

@@ -71,14 +71,16 @@ class Chooser:
     def prepare(self, position: int) -> None:
         """Find out what the constraint allows at `position`. ChatError where it is nothing."""
         mask = self._limits.constraint.mask() if self._limits.constraint else None
-        if mask is not None:
-            ends = [token for token in self._limits.preferred if 0 <= token < len(mask) and mask[token]]
-            if ends:
-                mask[:] = False
-                mask[ends] = True
-        if position == self._start and self._limits.first is not None:
-            first = self._limits.first
-            mask = first if mask is None else mask[: len(first)] & first[: len(mask)]
+        first = self._limits.first if position == self._start else None
+        if mask is None:
+            self._mask = first
+            return
+        if first is not None:
+            mask = mask[: len(first)] & first[: len(mask)]
+        ends = [token for token in self._limits.preferred if 0 <= token < len(mask) and mask[token]]
+        if ends:
+            mask[:] = False
+            mask[ends] = True
         self._mask = mask
 
     def choose(self, logits: NDArray[np.float32], position: int) -> int:

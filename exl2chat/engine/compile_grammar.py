@@ -22,7 +22,7 @@ TABLES = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 # Otherwise, where only one text can follow, masks allow only one way to tokenise it.
 EVERY_SPELLING = '\n%llguidance {"no_forcing": true}\n'
 
-GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 REGEX_ERROR = re.compile(r"regex parse error:\n {4}.*\n {4}(?P<before> *)\^+\nerror: (?P<reason>.*)")
 INVALID_REGEX = re.compile(r"\(in regex\): (?P<reason>.*)")
 LARK_ERROR = re.compile(r"(?:at )?(?P<line>\d+)\((?P<column>\d+)\): (?P<reason>.*)")

@@ -88,13 +88,13 @@ def plan_load(
     context: int | None,
     paths: Paths,
     progress: Progress,
-    replaced: LoadedModel | None = None,
+    replaced: Sequence[LoadedModel] = (),
     cache: str = "fp16",
 ) -> LoadPlan:
     """Read and check the model in the folder `path`; `device`, `dtype` and `cache` are those of the settings.
 
-    `context` None: what the model was made for, at most 8192 tokens, and what fits. `replaced` is a model that will be
-    given up before the weights are loaded: its memory counts as free. ModelError where the folder is damaged, not
+    `context` None: what the model was made for, at most 8192 tokens, and what fits. `replaced` are models that will
+    be given up before the weights are loaded: their memory counts as free. ModelError where the folder is damaged, not
     supported or does not fit the memory; UsageError for a context that the model was not made for.
     """
     progress("reading the model folder")
@@ -106,17 +106,18 @@ def plan_load(
     check_context(checkpoint, context)
     place = choose_device(device)
     kind = choose_dtype(dtype, place)
-    reusable = 0
-    if replaced and replaced.transformer.device.type == place.type:
-        reusable = replaced.transformer.weight_bytes + replaced.cache.nbytes
+    leaving = [model for model in replaced if model.transformer.device.type == place.type]
+    reusable = sum(model.transformer.weight_bytes + model.cache.nbytes for model in leaving)
     plan_memory(candidate(checkpoint, place, kind, BITS[cache]), place, kind, context, reusable)
     return LoadPlan(checkpoint, tokenizer, template, place, kind, context, BITS[cache])
 
 
-def plan_draft(path: Path, plan: LoadPlan, paths: Paths, progress: Progress) -> LoadPlan:
+def plan_draft(
+    path: Path, plan: LoadPlan, paths: Paths, progress: Progress, replaced: Sequence[LoadedModel] = ()
+) -> LoadPlan:
     """The model in the folder `path`, to draft for that of `plan`: at its place, with its dtype and a cache as long, or
     as long as the draft model was made for. UsageError where their tokens differ."""
-    draft = plan_load(path, plan.device.type, str(plan.dtype).removeprefix("torch."), None, paths, progress)
+    draft = plan_load(path, plan.device.type, str(plan.dtype).removeprefix("torch."), None, paths, progress, replaced)
     check_draft_tokenizer(draft.tokenizer, plan.tokenizer, path.name)
     longest = draft.checkpoint.config.context
     return replace(draft, context=None if plan.context is None else min(plan.context, longest))

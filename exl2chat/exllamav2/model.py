@@ -125,6 +125,7 @@ class ExLlamaV2:
             raise UsageError("input_ids has ids that are no tokens", f"ids are 0 to {rows - 1}")
         model = with_adapters(self.transformer, scaled_loras(loras))
         kv = cache.kv if cache is not None else model.new_cache(input_ids.shape[1])
+        kv.claim(self)  # generators over it forget what they know
         last_only = last_id_only or preprocess_only
         logits = []
         for chunk in torch.split(input_ids[0].to(model.device), self.config.max_input_len):

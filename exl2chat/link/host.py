@@ -37,6 +37,7 @@ class Host:
             cache=next(name for name, bits in BITS.items() if bits == model.cache.bits),
         )
         self.model = model
+        self.models = (model, draft) if draft else (model,)
         self._adapters: dict[str, Adapter] = {}
         self._generator = StreamingGenerator(
             model.transformer,
@@ -126,11 +127,11 @@ class HostPlan:
         if request.speculate == "draft" and draft is None:
             raise UsageError("there is no draft model to speculate with", "name one with --draft-model")
         self._name = request.model if path.parent.name == "snapshots" else path.name  # there, they are commit hashes
-        model = replaced.model if replaced else None
+        leaving = replaced.models if replaced else ()
         self._plan = plan_load(
-            path, request.device, request.dtype, request.context, paths, progress, model, request.cache
+            path, request.device, request.dtype, request.context, paths, progress, leaving, request.cache
         )
-        self._draft = plan_draft(draft, self._plan, paths, progress) if draft else None
+        self._draft = plan_draft(draft, self._plan, paths, progress, leaving) if draft else None
         self._speculate = request.speculate
 
     def load(self, progress: Progress) -> Host:

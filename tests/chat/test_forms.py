@@ -7,6 +7,7 @@ import pytest
 from exl2chat.chat.completion import complete
 from exl2chat.chat.events import Notice, ShowPage
 from exl2chat.chat.forms import form_of
+from exl2chat.chat.pages import form_page
 from exl2chat.errors import UsageError
 from exl2chat.link.protocol import Form
 from exl2chat.link.scripted import Fail, Say, Script
@@ -35,7 +36,12 @@ async def test_a_form_is_shown_without_an_argument(start: Start, tmp_path: Path)
     await chat.say("/grammar")
     page = chat.last(ShowPage).markdown
     assert str(file.name) in page
-    assert '> root ::= "a" | "b"' in page
+    assert '\n    root ::= "a" | "b"' in page
+
+
+def test_a_form_is_shown_letter_for_letter_and_of_a_long_one_the_beginning() -> None:
+    assert form_page(Form("regex", r"a\.b_*c*")).endswith("\n\n    a\\.b_*c*")
+    assert len(form_page(Form("json", "[1]" * 10**6))) < 5000
 
 
 async def test_a_form_that_cannot_be_read_leaves_the_one_there_is(start: Start) -> None:

@@ -16,7 +16,17 @@ MARK = 258
 VOCABULARY = 260
 
 
-class FakeCache:
+class Claimed:
+    """Knows who used it last."""
+
+    user: object = None
+
+    def claim(self, user: object) -> bool:
+        was, self.user = self.user is user, user
+        return was
+
+
+class FakeCache(Claimed):
     """Remembers token ids where a real cache has keys and values."""
 
     def __init__(self, capacity: int = 1000) -> None:

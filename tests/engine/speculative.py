@@ -11,10 +11,10 @@ import torch
 from exl2chat.engine import decoders
 from exl2chat.engine.generators import streaming
 from exl2chat.engine.generators.streaming import StreamingGenerator, StreamResult
-from tests.engine.fake_model import FakeModel, FakeTokenizer
+from tests.engine.fake_model import Claimed, FakeModel, FakeTokenizer
 
 
-class RowsCache:
+class RowsCache(Claimed):
     """Remembers token ids where a real cache has keys and values, those behind its end too."""
 
     def __init__(self, capacity: int = 1000) -> None:

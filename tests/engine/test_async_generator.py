@@ -99,6 +99,22 @@ async def test_whoever_waits_is_told_of_a_cancellation_at_once(
     assert await results_of(stream) == []
 
 
+async def test_whoever_gives_up_waiting_for_a_cancellation_stops_nobody_else(
+    engine: DynamicGenerator, subject: AsyncDynamicGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(engine, monkeypatch)
+    first, second = (subject.enqueue(lambda n=n: job(prompt(9, n), 3)) for n in range(2))  # type: ignore[misc]
+    await gate.reached()
+    cancelling = asyncio.create_task(first.cancel())
+    await asyncio.sleep(0)  # until it waits for the thread
+    cancelling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelling
+    gate.opened.set()
+    assert reply(await results_of(second), 1) == streamed(prompt(9, 1), 3)
+    assert engine.remaining == 0
+
+
 async def test_cancelling_a_job_that_has_ended_ends_its_results(subject: AsyncDynamicGenerator) -> None:
     stream = subject.enqueue(lambda: job(prompt(9), 3))
     async with asyncio.timeout(PATIENCE):

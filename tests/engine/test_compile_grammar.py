@@ -122,6 +122,13 @@ def test_grammars_that_cannot_be_followed_are_refused_at_their_place(text: str, 
     assert message in refused(compile_grammar, text)
 
 
+def test_many_empty_lines_of_a_grammar_are_no_trouble() -> None:
+    """When each was tried together with all that follow, these took half a minute."""
+    constraint = compile_grammar(table(KIND), "\n" * 50_000 + 'start: "a"')
+    constraint.begin()
+    assert constraint.mask().any()
+
+
 def test_choices_are_options_of_at_least_one_character() -> None:
     assert "needs options" in refused(compile_choice, [])
     assert "needs options" in refused(compile_choice, ["a", ""])

@@ -17,14 +17,14 @@ from exl2chat.engine.generators.streaming import StreamingGenerator, StreamResul
 from exl2chat.engine.sampler import Sampler
 from exl2chat.errors import ChatError
 from exl2chat.settings import Sampling
-from tests.engine.fake_model import VOCABULARY, FakeModel, FakeTokenizer
+from tests.engine.fake_model import VOCABULARY, Claimed, FakeModel, FakeTokenizer
 
 CAPACITY = 40
 SETTINGS = (Sampling(temperature=0), Sampling(seed=1), Sampling(seed=2, repetition_penalty=1.5, penalty_range=9))
 NO_NUMBERS = -1
 
 
-class Memory:
+class Memory(Claimed):
     """A cache: what was ever written stays behind its end, as on a GPU."""
 
     def __init__(self) -> None:

@@ -71,6 +71,12 @@ def drain(subject: DynamicGenerator, act: Callable[[int], None] = nothing) -> li
     return results
 
 
+def written(subject: DynamicGenerator, ids: Sequence[int], count: int) -> list[int]:
+    """The tokens of one job that runs alone."""
+    serial = subject.enqueue(job(ids, count))
+    return reply(drain(subject), serial)
+
+
 def reply(results: list[Result], serial: int) -> list[int]:
     """The tokens of a job."""
     streams = [result for result in results if isinstance(result, Streamed) and result.serial == serial]
@@ -409,3 +415,12 @@ def test_generate_raises_the_error_of_a_job() -> None:
     with pytest.raises(ValueError):
         subject.generate([job(prompt(10), 5), job(prompt(10), 5, hooks=(refuse,))])
     assert subject.remaining == 0
+
+
+def test_what_is_read_from_the_cache_was_not_overwritten_by_another_generator() -> None:
+    model, ids = byte_model(), prompt(600, 1)
+    cache = model.new_cache(4 * PAGE)
+    first, second = (DynamicGenerator(model, cache, ByteTokenizer(), LIMITS) for _ in range(2))  # type: ignore[arg-type]
+    written(first, ids, 8)
+    written(second, prompt(600, 2), 8)
+    assert written(first, ids, 8) == streamed(ids, 8)

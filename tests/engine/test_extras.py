@@ -18,6 +18,7 @@ from exl2chat.engine.token_table import TokenTable
 from exl2chat.errors import ChatError, UsageError
 from exl2chat.settings import Sampling
 from tests.engine.fake_model import END, OTHER_END, VOCABULARY, FakeCache, FakeModel, FakeTokenizer, saying
+from tests.engine.tiny_models import Anything
 
 GREEDY = Sampling(temperature=0)
 WARM = Sampling(temperature=1.0, top_p=1.0, seed=5)
@@ -78,6 +79,12 @@ def test_where_the_text_may_end_the_model_decides_and_may_be_made_to() -> None:
     rule = compile_regex(table(), "a+")
     assert reply(generator(model), Extras(constraint=rule), GREEDY)[0] == "aaaaa"
     assert reply(generator(model), Extras(constraint=rule, prefer_end=True), GREEDY)[0] == "a"
+
+
+def test_a_preferred_end_waits_for_the_healed_token() -> None:
+    extras = Extras(constraint=FilterConstraint(table(), Anything()), prefer_end=True, token_healing=True)
+    text, tokens, last = reply(generator(saying("CC", 2)), extras, GREEDY)
+    assert (text, tokens, last.stop_reason) == ("", [ord("C")], "eos")
 
 
 def test_a_constraint_begins_anew_with_every_reply() -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from exl2chat.engine import placement
 from exl2chat.engine.generators.streaming import StreamingGenerator
-from exl2chat.engine.loader import LoadedModel, plan_load
+from exl2chat.engine.loader import LoadedModel, plan_draft, plan_load
 from exl2chat.errors import ModelError, UsageError
 from exl2chat.paths import Paths
 from exl2chat.progress import silent
@@ -111,3 +112,25 @@ def test_a_template_is_tried_in_a_process_of_its_own_before_it_is_used(tmp_path:
     (folder / "chat_template.jinja").write_text("{{ (['x' * 100000] * 100000) | join('y' * 100000) }}")
     with pytest.raises(ModelError, match="hostile"):
         load(folder, home)
+
+
+def test_what_both_models_leave_behind_is_room_for_the_next_two(home: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = GOLDEN / "llama-fp16"
+    model, draft = load(folder, home, 512), load(folder, home, 512)
+    needed = model.transformer.weight_bytes + model.cache.nbytes
+    enough = next(free for free in range(0, 1 << 40, needed // 2) if fits(folder, home, free, monkeypatch))
+    monkeypatch.setattr(placement, "free_bytes", lambda _: enough - 2 * needed)
+    plan = plan_load(folder, "cpu", "float32", 512, home, silent, (model, draft))
+    plan_draft(folder, plan, home, silent, (model, draft))
+    with pytest.raises(ModelError):
+        plan_draft(folder, plan, home, silent, (model,))
+
+
+def fits(folder: Path, home: Paths, free: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a model can be loaded where so many bytes are free."""
+    monkeypatch.setattr(placement, "free_bytes", lambda _: free)
+    try:
+        plan_load(folder, "cpu", "float32", 512, home, silent)
+    except ModelError:
+        return False
+    return True

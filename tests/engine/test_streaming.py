@@ -146,6 +146,20 @@ def test_a_cache_that_others_used_is_not_trusted(others: list[int]) -> None:
         cache.tokens = list(others)
 
 
+def test_streams_of_two_generators_take_turns_on_one_cache_at_every_token() -> None:
+    model, cache = FakeModel(), FakeCache()
+    prompts = [1, 2, 3], [4, 5, 6]
+    both = [StreamingGenerator(model, cache, FakeTokenizer()) for _ in prompts]  # type: ignore[arg-type]
+    for subject, prompt in zip(both, prompts, strict=True):
+        subject.begin_stream_ex(prompt, GREEDY, max_new_tokens=5)
+    for _ in range(5):
+        for subject in both:
+            subject.stream_ex()
+    for subject, prompt in zip(both, prompts, strict=True):
+        assert subject.tokens[3:] == reply(generator(), prompt, 5)
+        assert reply(subject, prompt, 5) == reply(generator(), prompt, 5)
+
+
 def test_progress_is_told_after_every_chunk() -> None:
     told: list[tuple[int, int, int]] = []
     subject = generator(capacity=3 * PREFILL_CHUNK)

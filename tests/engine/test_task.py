@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from exl2chat.engine.compile_grammar import compile_choice, compile_regex
+from exl2chat.engine.filters import FilterConstraint
 from exl2chat.engine.generators.jobs import Choice, Job
 from exl2chat.engine.generators.language import Language
 from exl2chat.engine.generators.task import Advance, Task, guided
@@ -15,7 +16,7 @@ from exl2chat.engine.token_table import TokenTable
 from exl2chat.errors import ChatError, UsageError
 from exl2chat.settings import Sampling
 from tests.engine.fake_model import END, MARK, VOCABULARY
-from tests.engine.tiny_models import ByteTokenizer
+from tests.engine.tiny_models import Anything, ByteTokenizer
 
 GREEDY = Sampling(temperature=0)
 WORDS = {1: "he", 2: "hell", 3: " the", 4: "é"}
@@ -164,6 +165,12 @@ def test_a_stop_string_in_front_of_a_banned_one_ends_the_reply() -> None:
     assert text_of(drive(task(stops=StopConditions.of(["b"]), banned=("abc",)), saying("abc"))) == "a"
 
 
+def test_the_string_that_is_complete_first_counts_within_one_token_too() -> None:
+    for stop, banned, text in (("e", "ll", "h"), ("l", "he", "_")):
+        subject = task(limit=1, stops=StopConditions.of([stop]), banned=(banned,))
+        assert text_of(drive(subject, lambda _: ranked(2, ord("_")))) == text  # 2 is "hell"
+
+
 # Healing
 
 
@@ -209,6 +216,16 @@ def test_a_constraint_holds_and_ends_the_reply() -> None:
     assert (text_of(advances), advances[-1].end.reason) == ("no", "end_filter")
 
 
+def test_one_constraint_may_be_that_of_several_jobs() -> None:
+    rule = compile_regex(table(), "[ab]{3}")
+    both = [task(stops=ENDS, constraint=rule) for _ in range(2)]
+    for _ in range(3):
+        for subject in both:
+            subject.draw(ranked(END, ord("a")))
+            subject.advance()
+    assert [subject.text for subject in both] == ["aaa", "aaa"]
+
+
 def test_a_constraint_holds_for_a_healed_token() -> None:
     subject = task(stops=ENDS, prompt=(65, 1), heal=True, constraint=compile_choice(table(), ["llo", "y"]))
     assert text_of(drive(subject, saying("?" * 9))) == "llo"
@@ -224,6 +241,33 @@ def test_banned_strings_and_a_constraint_go_together() -> None:
     """exllamav2 refuses the two."""
     subject = task(stops=ENDS, constraint=compile_regex(table(), "[abx]{3}"), banned=("ab",))
     assert text_of(drive(subject, saying("zab"))) == "xxb"
+
+
+def test_a_preferred_end_waits_for_the_healed_token() -> None:
+    rule = FilterConstraint(table(), Anything())
+    subject = task(stops=ENDS, prompt=(65, 1), heal=True, constraint=rule, prefer_end=True)
+    assert text_of(drive(subject, lambda _: ranked(2))) == "ll"
+
+
+def test_the_bytes_of_a_banned_character_are_taken_back_together() -> None:
+    """Each is one token, and the sampler forgets them too, where a stop string holds them back as well."""
+    sampling = Sampling(temperature=0, repetition_penalty=2.0)
+    subject = task(limit=4, banned=("é",), stops=StopConditions.of(["xyz"]), sampling=sampling)
+    first, second = "é".encode()
+    for token in (ord("x"), first, second):
+        subject.draw(ranked(token) * 10)
+        advance = subject.advance()
+    assert [token.id for token in advance.suppressed] == [first, second]
+    subject.draw(ranked(ord("y")) * 10)
+    subject.advance()
+    rows = np.zeros((1, VOCABULARY), np.float32)
+    rows[0, [first, ord("a")]] = 2.0, 1.5  # halved, the first would lose
+    assert subject.draw(rows) == first
+
+
+def test_the_first_bytes_of_a_character_that_may_be_banned_are_not_told() -> None:
+    advances = drive(task(stops=ENDS, banned=("é",)), saying("é"))
+    assert "é".encode()[0] not in ids_of(advances)
 
 
 def test_where_everything_is_forbidden_the_job_fails() -> None:

@@ -21,6 +21,22 @@ def byte_model() -> Transformer:
     return random_model(BYTES_SHAPE, torch.device("cpu"), torch.float32, silent)
 
 
+class Anything:
+    """A filter of a user that lets everything pass."""
+
+    def clone(self) -> "Anything":
+        return Anything()
+
+    def begin(self, prefix_str: str) -> None:
+        """Nothing depends on it."""
+
+    def feed(self, token: torch.Tensor) -> None:
+        """Nothing depends on it."""
+
+    def next(self) -> tuple[None, tuple[int, ...]]:
+        return None, ()
+
+
 class ByteTokenizer:
     """Ids below 256 are bytes, but for `words`; those above are marks, which are not shown. END ends a reply."""
 

@@ -239,6 +239,9 @@ def test_jobs_can_be_cancelled(dynamic: ExLlamaV2DynamicGenerator) -> None:
     dynamic.iterate()
     dynamic.cancel(jobs[1])
     dynamic.cancel(jobs[1])
+    stranger = job(dynamic, PROMPTS[0], 5)
+    stranger.serial_number = 0  # as another generator numbered it
+    dynamic.cancel(stranger)
     assert {r["serial"] for r in drain(dynamic) if r["eos"]} == {0, 2}
     dynamic.enqueue(job(dynamic, PROMPTS[0], 5))
     dynamic.clear_queue()
@@ -354,6 +357,8 @@ def test_what_makes_no_sense_is_refused(
 ) -> None:
     with pytest.raises(ValueError):
         ExLlamaV2DynamicJob(torch.tensor([[1]]), 5, stop_conditions=[tokenizer.single_id("<|no such token|>")])
+    with pytest.raises(UsageError, match="letters"):
+        ExLlamaV2DynamicJob(torch.tensor([[1]]), 5, banned_strings="bad")
     with pytest.raises(UsageError, match="one row"):
         ExLlamaV2DynamicJob(torch.ones(2, 3, dtype=torch.int64), 5)
     small = ExLlamaV2DynamicGenerator(model, ExLlamaV2Cache(model, max_seq_len=512), tokenizer, max_seq_len=20)

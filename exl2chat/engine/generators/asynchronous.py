@@ -92,7 +92,8 @@ class AsyncDynamicGenerator:
         def cancel() -> None:
             if stream.serial is not None and self._streams.pop(stream.serial, None) is not None:
                 self._generator.cancel(stream.serial)
-            done.set_result(None)
+            if done.set_running_or_notify_cancel():  # not where whoever waits was cancelled itself
+                done.set_result(None)
 
         self._commands.put(cancel)
         await asyncio.wrap_future(done)

@@ -162,7 +162,7 @@ class DynamicGenerator:
 
     def _claim(self) -> None:
         """Whoever used the cache since the last step has overwritten its pages."""
-        if self._cache.length:
+        if not self._cache.claim(self) or self._cache.length:
             self._scheduler.reset()
             self._cache.truncate(0)
 

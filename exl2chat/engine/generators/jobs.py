@@ -36,8 +36,9 @@ class Job:
     prompts: the ids of one text; or of two with `guidance` g, whose log-probabilities are added as g times the first
     and 1 - g times the second. `sampling.seed` None draws a seed, which `Final` tells.
     min_new_tokens: no stop id is drawn before. heal: the prompt's last token is taken off, and the first of the reply
-    begins with its text. banned: texts that the reply will not contain, in whatever case. prefer_end: the reply ends as
-    soon as the constraint allows it to. special: special tokens are part of the text.
+    begins with its text. banned: texts that the reply will not contain, in whatever case. constraint: several jobs may
+    have the same, each works on a copy. prefer_end: the reply ends as soon as the constraint allows it to. special:
+    special tokens are part of the text.
     top_tokens, probabilities, logits: what each token's result shall tell beside the token.
     """
 

@@ -12,7 +12,7 @@ from exl2chat.model.tokenizer import Tokenizer
 
 
 class Language:
-    """`size`: ids below it are tokens, of a model whose embedding has `rows` rows."""
+    """`size`: ids below it are tokens. Embedding and head have `rows` rows, of which the last may mean nothing."""
 
     def __init__(self, tokenizer: Tokenizer, rows: int) -> None:
         self.tokenizer = tokenizer

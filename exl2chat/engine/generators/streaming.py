@@ -10,10 +10,9 @@ from exl2chat.engine.cache import KVCache
 from exl2chat.engine.choosing import Chooser, Limits, TokenDetails, describe
 from exl2chat.engine.constraints import Constraint
 from exl2chat.engine.decoders import MOST_DRAFTS, Decoder, Decoders
-from exl2chat.engine.drafting import Speculate, choose_drafter
-from exl2chat.engine.healing import Healer
+from exl2chat.engine.drafting import Speculate, choose_drafter, common_prefix
+from exl2chat.engine.generators.language import Language
 from exl2chat.engine.lora import Scaled, with_adapters
-from exl2chat.engine.samplers.vocabulary import Vocabulary
 from exl2chat.engine.speculation import Speculated
 from exl2chat.engine.stopping import Banned, Gate, Passed, StopConditions, StopReason
 from exl2chat.engine.token_table import TokenTable
@@ -142,13 +141,12 @@ class StreamingGenerator:
         self._model, self._cache, self._tokenizer = model, cache, tokenizer
         if num_speculative_tokens < 1:
             raise UsageError(f"num_speculative_tokens is {num_speculative_tokens}", "it is at least 1")
-        self._size = _known_ids(tokenizer, model.config.vocab_size)
-        self._vocabulary = Vocabulary(tokenizer)
+        self._language = Language(tokenizer, model.config.vocab_size)
+        self._size = self._language.size
         if draft_model is not None and draft_cache is None:
             draft_cache = draft_model.new_cache(cache.capacity)
         drafter = choose_drafter(speculate, model, draft_model, draft_cache, self._size)
-        self._decoders = Decoders(model, cache, self._vocabulary, self._size, drafter, num_speculative_tokens)
-        self._healer = Healer(tokenizer, self._size)
+        self._decoders = Decoders(model, cache, self._language.vocabulary, self._size, drafter, num_speculative_tokens)
         self._conditions = StopConditions(tokenizer.eos_ids)
         self._reply: _Reply | None = None
         self._table: TokenTable | None = None
@@ -221,7 +219,7 @@ class StreamingGenerator:
             settings,
             extras,
             len(ids),
-            "" if healed is None else self._healer.text(healed),
+            "" if healed is None else self._language.healer.text(healed),
         )
         self._prefill(reply.abort, cached, on_prefill)
         self._reply = reply
@@ -229,7 +227,7 @@ class StreamingGenerator:
 
     def _take_healed(self, ids: list[int], extras: Extras) -> int | None:
         """Take the token that is to be healed off the prompt."""
-        heals = extras.token_healing and len(ids) > 1 and self._healer.text(ids[-1]) != ""
+        heals = extras.token_healing and len(ids) > 1 and self._language.healer.text(ids[-1]) != ""
         return ids.pop() if heals else None
 
     def _limits(self, extras: Extras, healed: int | None, continuing: bool) -> Limits | None:
@@ -238,7 +236,7 @@ class StreamingGenerator:
             return None
         if extras.constraint:
             extras.constraint.begin(continuing or healed is not None, healed)
-        first = None if healed is None else self._healer.continuations(healed)
+        first = None if healed is None else self._language.healer.continuations(healed)
         return Limits(extras.constraint, self._conditions.ids if extras.prefer_end else frozenset(), first)
 
     def stream_ex(self, banned: Collection[int] = ()) -> StreamResult:
@@ -255,6 +253,7 @@ class StreamingGenerator:
             return self._finish(reply, "eos")
         if banned:
             self._chooser(reply).ban(len(self.tokens), banned)
+        self._claim()
         try:
             token = reply.decoder.next(self.tokens)
         finally:
@@ -345,13 +344,16 @@ class StreamingGenerator:
             self._model = self._decoders.model = model
             self._filled = 0
 
-    def _reuse(self, ids: list[int]) -> int:
-        """Make `ids` the sequence and cut the cache to what they share with the last one; that length.
+    def _claim(self) -> None:
+        """Take the cache. Nothing in it is known where somebody else took it meanwhile, or changed its length."""
+        if not self._cache.claim(self) or self._cache.length != self._filled:
+            self._cache.truncate(0)
+            self._filled = 0
 
-        A cache of another length than this generator left it at was used by somebody else: nothing in it is known.
-        """
-        known = self.tokens[: self._filled] if self._cache.length == self._filled else []
-        common = _shared(known, ids[:-1])
+    def _reuse(self, ids: list[int]) -> int:
+        """Make `ids` the sequence and cut the cache to what they share with the last one; that length."""
+        self._claim()
+        common = common_prefix(self.tokens[: self._filled], ids[:-1])
         self._cache.truncate(common)
         self._filled = common
         self.tokens = ids
@@ -367,20 +369,3 @@ class StreamingGenerator:
             self._filled = self._cache.length
             if on_prefill is not None:
                 on_prefill(self._cache.length, len(self.tokens), cached)
-
-
-def _known_ids(tokenizer: Tokenizer, rows: int) -> int:
-    """One more than the last id that is a token. Embedding and head often have more rows, which mean nothing."""
-    return next((count for count in range(rows, 0, -1) if tokenizer.token_of(count - 1)), rows)
-
-
-def _shared(old: list[int], new: list[int]) -> int:
-    """How many tokens both begin with. Slices are compared as a whole: 100,000 tokens take 2 ms, one by one 10."""
-    low, high = 0, min(len(old), len(new))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if old[low:middle] == new[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -64,8 +64,9 @@ class Task:
         self._drawn: tuple[Token, bool] | None = None
         self._fed: list[bool] = []
         self._said: list[str] = []
-        if job.constraint is not None:
-            job.constraint.begin(continuing=True, healed=self._healed)
+        self._constraint = None if job.constraint is None else job.constraint.clone()  # others may have it too
+        if self._constraint is not None:
+            self._constraint.begin(continuing=True, healed=self._healed)
 
     @property
     def seed(self) -> int:
@@ -98,16 +99,17 @@ class Task:
         job, size, at = self.job, self._language.size, len(self.reply)
         healing = self._healed is not None and at == 0
         early = at < job.min_new_tokens and job.stops.ids
-        if job.constraint is None and not healing and not early and at not in self._blocked:
+        if self._constraint is None and not healing and not early and at not in self._blocked:
             return None
         allowed = np.ones(size, np.bool_)
-        if job.constraint is not None:
-            allowed = _fitted(job.constraint.mask(), size)
-            ends = allowed & self._language.is_one_of(job.stops.ids | self._language.end_ids)
-            if job.prefer_end and job.constraint.accepting and ends.any():
-                allowed = ends
+        if self._constraint is not None:
+            allowed = _fitted(self._constraint.mask(), size)
         if healing and self._healed is not None:
             allowed = allowed & self._language.healer.continuations(self._healed)
+        if self._constraint is not None:
+            ends = allowed & self._language.is_one_of(job.stops.ids | self._language.end_ids)
+            if job.prefer_end and self._constraint.accepting and ends.any():
+                allowed = ends
         later = allowed & ~self._language.is_one_of(job.stops.ids) if early else allowed
         allowed = later if later.any() else allowed  # where nothing but the end is possible, it is the end
         allowed = allowed & ~self._language.is_one_of(self._blocked.get(at, ()))
@@ -129,19 +131,19 @@ class Task:
         self._pending.append(_Pending(token, None))
         if (at := self._banned_at()) is not None:
             return self._take_back(at)
-        held = self._holds_banned()
+        held = self._holds_banned() or (bool(self._banned) and not text)  # nor the first bytes of a character
         if held:
             self._pending[-1] = _Pending(token, copy.deepcopy(self._sampler))
         self._sampler.observe(token.id)
-        if self.job.constraint is not None and fed:
-            self.job.constraint.advance(token.id)
+        if self._constraint is not None and fed:
+            self._constraint.advance(token.id)
         return self._emit(held)
 
     def _emit(self, held: bool) -> Advance:
         joined = self._joined()
         if (match := self._stops.find(joined)) is not None:
             return self._stop(match.string, joined[: match.start])
-        if self.job.constraint is not None and self.job.constraint.finished:
+        if self._constraint is not None and self._constraint.finished:
             return self._finish(End("end_filter", token=self.reply[-1]))
         if len(self.reply) == self.job.max_new_tokens:
             return self._finish(End("max_new_tokens"))
@@ -172,8 +174,10 @@ class Task:
         return "".join(pending.token.text for pending in self._pending)
 
     def _banned_at(self) -> int | None:
-        """Which pending token begins a complete banned string."""
-        if (match := self._banned.find(self._joined())) is None:
+        """Which pending token begins a banned string that is complete before any stop string is."""
+        joined = self._joined()
+        match, stop = self._banned.find(joined), self._stops.find(joined)
+        if match is None or (stop is not None and stop[:2] <= match[:2]):
             return None
         pieces = [pending.token.text for pending in self._pending]
         at = next(n for n, end in enumerate(accumulate(map(len, pieces))) if end > match.start)
@@ -190,8 +194,8 @@ class Task:
         taken = self._pending[at:]
         suppressed = tuple(pending.token for pending in taken)
         place = len(self.reply) - len(taken)
-        if self.job.constraint is not None:
-            self.job.constraint.rollback(sum(self._fed[place:-1]))  # of the last one it was not told
+        if self._constraint is not None:
+            self._constraint.rollback(sum(self._fed[place:-1]))  # of the last one it was not told
         if (sampler := taken[0].sampler) is not None:
             self._sampler = sampler
         del self._pending[at:], self.reply[place:], self._fed[place:]

@@ -59,6 +59,8 @@ class ExLlamaV2DynamicJob:
         refuse_set("ExLlamaV2DynamicJob", embeddings=embeddings, **kwargs)
         if max_skips != DEFAULT_SKIPS:
             raise unsupported(f"ExLlamaV2DynamicJob: max_skips {max_skips}")
+        if isinstance(banned_strings, str):
+            raise UsageError("banned_strings is one text: each of its letters would be banned", "give a list of texts")
         self.identifier = identifier
         self._filters = filters
         prompts = [input_ids] if isinstance(input_ids, Tensor) else input_ids
@@ -148,7 +150,8 @@ class ExLlamaV2DynamicGenerator:
 
     def cancel(self, job: ExLlamaV2DynamicJob) -> None:
         """End a job; it has no more results. Nothing happens to one that has ended."""
-        if job.serial_number is not None and self._jobs.pop(job.serial_number, None) is job:
+        if job.serial_number is not None and self._jobs.get(job.serial_number) is job:
+            del self._jobs[job.serial_number]
             self.engine.cancel(job.serial_number)
 
     def clear_queue(self) -> None:

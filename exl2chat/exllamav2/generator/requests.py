@@ -29,8 +29,8 @@ def engine_settings(settings: ExLlamaV2Sampler.Settings, seed: int | None) -> tu
 
 
 def engine_constraint(filters: Sequence[Any] | None, tokenizer: ExLlamaV2Tokenizer) -> Constraint | None:
-    """All filters at once; each is cloned, so that one may be used for many jobs. None without filters."""
-    return constraint_of(tokenizer, [each.clone() for each in filters or ()])
+    """All filters at once, of which every job has copies of its own. None without filters."""
+    return constraint_of(tokenizer, filters or ())
 
 
 def row_of(ids: Tensor) -> tuple[int, ...]:
