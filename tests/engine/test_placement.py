@@ -118,9 +118,8 @@ def test_fewer_bits_are_advised_only_where_there_are_fewer(monkeypatch: pytest.M
     for bits, advised in ((16, True), (8, True), (4, False)):
         model = placement.candidate(small, CPU, torch.float16, bits)
         page = model.cache_bytes(256, CPU, torch.float16)
-        monkeypatch.setattr(
-            placement, "free_bytes", lambda _, m=model, p=page: m.weights + placement.workspace_bytes(m.config, CPU) + p
-        )
+        workspace = placement.workspace_bytes(model.config, CPU) + placement.copy_bytes(model, CPU, 256)
+        monkeypatch.setattr(placement, "free_bytes", lambda _, free=model.weights + workspace + page: free)
         with pytest.raises(ModelError) as caught:
             placement.plan_memory(model, CPU, torch.float16, 2048)
         assert "--ctx 256" in caught.value.remedy
@@ -129,7 +128,7 @@ def test_fewer_bits_are_advised_only_where_there_are_fewer(monkeypatch: pytest.M
 
 def test_a_cache_that_is_packed_already_is_not_told_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     model = placement.candidate(checkpoint("llama-3.0bpw-exl2"), CPU, torch.float16, 4)
-    monkeypatch.setattr(placement, "free_bytes", lambda _: 16 * MIB)
+    monkeypatch.setattr(placement, "free_bytes", lambda _: 64 * MIB)
     with pytest.raises(ModelError) as caught:
         placement.plan_memory(model, CPU, torch.float16, 1 << 20)
     assert "would fit; or choose" in caught.value.remedy
