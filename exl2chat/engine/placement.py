@@ -2,11 +2,11 @@
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from exl2chat.engine.cache import BITS, PAGE, cache_bytes
+from exl2chat.engine.free_memory import free_memory
 from exl2chat.engine.transformer import prefill_chunk
 from exl2chat.errors import ModelError, UsageError
 from exl2chat.model.checkpoint import Checkpoint
@@ -17,7 +17,6 @@ from exl2chat.ops.cache_decode import decoding_bytes
 from exl2chat.ops.cache_format import LEAST_BLOCK
 from exl2chat.ops.cuda_prefill import EXPANDED_BYTES
 
-MEMINFO = Path("/proc/meminfo")
 DEFAULT_CONTEXT = 8192
 LEAST_CONTEXT = 1024  # a shorter one is no chat: better to say that the model does not fit
 GPU_RESERVE = 512 << 20
@@ -199,11 +198,7 @@ def free_bytes(device: torch.device) -> int | None:
     """Memory that can be had on `device`; None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        fields = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) << 10
-    except (OSError, KeyError, ValueError):
-        return None
+    return free_memory()
 
 
 def _gib(count: int) -> str:

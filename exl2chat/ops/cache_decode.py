@@ -51,8 +51,7 @@ def basis(shape: CacheFormat, device: torch.device) -> Tensor:
 def change(rows: Tensor, matrix: Tensor) -> Tensor:
     """Every block of rows [..., D] times matrix [block, block]."""
     blocks: Tensor = rows.unflatten(-1, (-1, len(matrix)))  # type: ignore[no-untyped-call]
-    changed: Tensor = (blocks @ matrix).flatten(-2)
-    return changed
+    return torch.matmul(blocks, matrix).flatten(-2)
 
 
 def decoding_bytes(groups: int, size: int, context: int) -> int:
@@ -63,7 +62,8 @@ def decoding_bytes(groups: int, size: int, context: int) -> int:
 def _rows(words: Tensor, octets: int) -> Tensor:
     """Words [heads, n, 16 * octets] of tiles, a word an octet, as rows [heads, n, 16, octets]."""
     whole = octets // SPAN * SPAN
-    spans = words[..., : TOKENS * whole].unflatten(-1, (-1, TOKENS, SPAN)).transpose(-3, -2).flatten(-2)  # type: ignore[no-untyped-call]
+    spans: Tensor = words[..., : TOKENS * whole].unflatten(-1, (-1, TOKENS, SPAN))  # type: ignore[no-untyped-call]
+    spans = spans.transpose(-3, -2).flatten(-2)
     if whole == octets:
         return spans
     rest = words[..., TOKENS * whole :].unflatten(-1, (TOKENS, -1))  # type: ignore[no-untyped-call]

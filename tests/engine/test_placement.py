@@ -142,12 +142,9 @@ def test_a_system_that_does_not_tell_its_free_memory_is_trusted(monkeypatch: pyt
     assert str(budget) == "15 MiB (4 weights, 4 cache, 7 workspace)"
 
 
-def test_free_memory_is_read_where_the_system_tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal:  16 kB\nMemAvailable:       12 kB\n")
-    monkeypatch.setattr(placement, "MEMINFO", tmp_path / "meminfo")
+def test_the_cpus_memory_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "free_memory", lambda: 12 << 10)
     assert placement.free_bytes(CPU) == 12 << 10
-    monkeypatch.setattr(placement, "MEMINFO", tmp_path / "none")
-    assert placement.free_bytes(CPU) is None
 
 
 def test_a_cache_is_whole_pages_and_forgets_backwards() -> None:
