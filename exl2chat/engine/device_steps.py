@@ -1,8 +1,10 @@
 """Decoding that stays on the GPU: a step embeds the token that the last one drew, and draws the next, as one graph."""
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,6 +25,38 @@ Row = NDArray[np.void]
 RESULTS = 8  # tokens that the host has room for; more than steps in flight
 
 
+class Event(Protocol):
+    """A torch.cuda.Event. To wait for one that was never recorded takes no time."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class DrawnTokens:
+    """Pinned memory int32 [n] that steps write tokens into by its address, of which torch knows nothing: it would hand
+    the memory out again while they still do. So it is given back only when they have ended."""
+
+    def __init__(self, memory: Tensor, events: Sequence[Event]) -> None:
+        """An event for each place."""
+        self.memory, self._events, self._tokens = memory, events, memory.numpy()
+        weakref.finalize(self, _wait, events, memory)
+
+    def record(self, place: int) -> None:
+        """The step that writes to `place` has been queued."""
+        self._events[place].record()
+
+    def take(self, place: int) -> int:
+        """What it wrote, once it has."""
+        self._events[place].synchronize()
+        return int(self._tokens[place])
+
+
+def _wait(events: Sequence[Event], memory: Tensor) -> None:  # noqa: ARG001 (it is held as long as this waits)
+    for event in events:
+        event.synchronize()
+
+
 class DeviceSteps:
     """The steps of one model over one cache, queued on torch's current stream."""
 
@@ -30,11 +64,13 @@ class DeviceSteps:
         """Tokens are drawn from the first `vocabulary`."""
         self._model, self._cache, self._vocabulary = model, cache, vocabulary
         self._token = torch.zeros(1, dtype=torch.int64, device=model.device)
-        self._results = torch.empty(RESULTS, dtype=torch.int32, pin_memory=True)
-        self._drawn = self._results.numpy()
+        results = torch.empty(RESULTS, dtype=torch.int32, pin_memory=True)
+        self._drawn = DrawnTokens(
+            results,
+            [torch.cuda.Event(blocking=True) for _ in range(RESULTS)],  # type: ignore[no-untyped-call]
+        )
         self._sampler = TokenSampler(model.device, vocabulary)
-        self._step = Recorded(self._decode)
-        self._events = [torch.cuda.Event(blocking=True) for _ in range(RESULTS)]  # type: ignore[no-untyped-call]
+        self._step = Recorded(partial(_decode, model, cache, self._token, self._sampler))  # not self: a cycle
         self._window: DeviceWindow | None = None
         self._next = 0
 
@@ -49,7 +85,7 @@ class DeviceSteps:
         self._cache.position.fill_(len(tokens) - 1)
         self._token.copy_(sequence[-1:])
         self._next = len(tokens)
-        tensors = {"position": self._cache.position, "token": self._token, "results": self._results}
+        tensors = {"position": self._cache.position, "token": self._token, "results": self._drawn.memory}
         self._window = None
         if penalties.active(settings):
             reach, decay = settings.penalty_range, settings.penalty_decay
@@ -63,17 +99,14 @@ class DeviceSteps:
         slot = self._next % RESULTS
         self._next += 1
         self._step()
-        self._events[slot].record()
-        return partial(self._take, slot)
+        self._drawn.record(slot)
+        return partial(self._drawn.take, slot)
 
-    def _take(self, slot: int) -> int:
-        self._events[slot].synchronize()
-        return int(self._drawn[slot])
 
-    def _decode(self) -> Tensor:
-        logits = self._model.step(self._token, self._cache, last_only=False)
-        self._sampler.queue(logits)
-        return logits
+def _decode(model: Transformer, cache: KVCache, token: Tensor, sampler: TokenSampler) -> Tensor:
+    logits = model.step(token, cache, last_only=False)
+    sampler.queue(logits)
+    return logits
 
 
 def sampling_row(settings: Sampling, vocabulary: int, tensors: Mapping[str, Tensor]) -> Row:

@@ -1,21 +1,22 @@
 """Where a model runs and in what arithmetic, and whether it fits there: decided before anything is loaded."""
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from exl2chat.engine.cache import BITS, PAGE, cache_bytes
+from exl2chat.engine.free_memory import free_memory
 from exl2chat.engine.transformer import prefill_chunk
 from exl2chat.errors import ModelError, UsageError
 from exl2chat.model.checkpoint import Checkpoint
 from exl2chat.model.config import ModelConfig
 from exl2chat.model.quant import Linear
 from exl2chat.ops.attention import PLAIN_BITS
+from exl2chat.ops.cache_decode import decoding_bytes
 from exl2chat.ops.cache_format import LEAST_BLOCK
 from exl2chat.ops.cuda_prefill import EXPANDED_BYTES
 
-MEMINFO = Path("/proc/meminfo")
 DEFAULT_CONTEXT = 8192
 LEAST_CONTEXT = 1024  # a shorter one is no chat: better to say that the model does not fit
 GPU_RESERVE = 512 << 20
@@ -136,10 +137,15 @@ def plan_memory(
     )
     if budget.free is None or budget.fits:
         return budget
-    room = max(0, budget.free - budget.weights - budget.workspace)
-    fitting = min(wanted, room // model.cache_bytes(PAGE, device, dtype) * PAGE)
+    room = budget.free - model.weights - workspace_bytes(model.config, device)
+
+    def need(pages: int) -> int:
+        return model.cache_bytes(pages * PAGE, device, dtype) + copy_bytes(model, device, pages * PAGE)
+
+    fitting = min(wanted, PAGE * max(0, bisect_right(range(1 + -(-wanted // PAGE)), room, key=need) - 1))
     if asked is None and fitting >= LEAST_CONTEXT:
-        return replace(budget, cache=model.cache_bytes(fitting, device, dtype), context=fitting)
+        workspace = workspace_bytes(model.config, device) + copy_bytes(model, device, fitting)
+        return replace(budget, cache=model.cache_bytes(fitting, device, dtype), workspace=workspace, context=fitting)
     smaller = "choose fewer bits per weight or a smaller model"
     more = ", or more with --cache q4" if model.cache_bits > BITS["q4"] else ""
     raise ModelError(
@@ -159,12 +165,15 @@ def workspace_bytes(config: ModelConfig, device: torch.device) -> int:
 
 
 def copy_bytes(model: Candidate, device: torch.device, context: int) -> int:
-    """Bytes of the largest copy of a layer's quantised cache in float16 that a prompt is read with (ops.cuda_prefill).
+    """Bytes of the largest copy of a layer's quantised cache that a step makes: on a GPU in float16 for a prompt
+    (ops.cuda_prefill), elsewhere of some of its heads for every step (ops.cache_decode).
 
-    In a long context it is made in the middle of a prompt, not in the step at its end that a load tries.
+    In a long context the first is made in the middle of a prompt, not in the step at its end that a load tries.
     """
-    if device.type != "cuda" or model.cache_bits == PLAIN_BITS:
+    if model.cache_bits == PLAIN_BITS:
         return 0
+    if device.type != "cuda":
+        return decoding_bytes(model.config.num_kv_heads, model.config.head_dim, context)
     return min(EXPANDED_BYTES, 4 * model.config.num_kv_heads * model.config.head_dim * context)
 
 
@@ -189,11 +198,7 @@ def free_bytes(device: torch.device) -> int | None:
     """Memory that can be had on `device`; None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        fields = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) << 10
-    except (OSError, KeyError, ValueError):
-        return None
+    return free_memory()
 
 
 def _gib(count: int) -> str:

@@ -126,6 +126,11 @@ class Sampler:
         """What `sample` draws from: one token if the settings are greedy."""
         candidates = self._single.apply(logits)
         best = int(np.argmax(candidates.logits))
+        if candidates.logits[best] == -np.inf:  # argmax prefers what is no number
+            raise ChatError(
+                "no token is left to draw: every one is masked, blocked or biased away",
+                "block fewer tokens or allow more",
+            )
         if not math.isfinite(candidates.logits[best]):
             raise ChatError("the model computed logits that are not numbers", "try --dtype float32")
         if self._settings.temperature <= COLDEST:

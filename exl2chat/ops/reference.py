@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from exl2chat.ops.attention import PLAIN_BITS, Heads, Store
+from exl2chat.ops.cache_decode import AT_ONCE, basis, change, decode
 from exl2chat.ops.cache_format import TOKENS, CacheFormat, rotate
 from exl2chat.ops.packed import Norm, Weight
 
@@ -61,7 +62,8 @@ class QuantizedView:
     """A quantised cache as one layer sees it in one step (an Attend): `memory` [2 * G, tiles, bytes], keys before
     values, of which the tokens [start, start + T) are written and the last `reach` read; `mask` as `visible` made it.
 
-    Queries, keys and values are rotated as the format wants it, what comes out is rotated back.
+    Queries, keys and values are rotated as the format wants it, what comes out is rotated back. What is read is decoded
+    for each token anew, some groups at a time: in benchmarks/NOTES.md, what that takes.
     """
 
     heads: Heads
@@ -76,11 +78,22 @@ class QuantizedView:
     def __call__(self, qkv: Tensor, head_norm: Norm | None, into: Weight) -> Tensor:  # noqa: ARG002
         q, kv = turn(qkv, self.heads, head_norm, self.cos, self.sin)
         self.shape.write(self.memory, self.start, self.shape.quantize(rotate(kv)).transpose(0, 1))
-        end = self.start + qkv.shape[0]
-        seen = self.shape.dequantize(self.shape.read(self.memory, end - self.reach, end)).float()
-        keys, values = seen.unflatten(0, (2, 1, -1))  # type: ignore[no-untyped-call]
-        out = attention(rotate(q), keys, values, self.heads.scale, self.mask, self.heads.cap)
-        return rotate(out.view(q.shape)).flatten(1)
+        matrix = basis(self.shape, q.device)
+        q = change(q, matrix)
+        groups, share = self.heads.groups, self.heads.queries // self.heads.groups
+        step = max(1, AT_ONCE // (self.reach * self.heads.size))
+        outs = [self._attend(q[:, i * share : (i + step) * share], i, step) for i in range(0, groups, step)]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+        return change(out, matrix.T)
+
+    def _attend(self, q: Tensor, group: int, count: int) -> Tensor:
+        """Attention of the queries [T, H', D] of up to `count` groups from `group` on; [T, H' * D]."""
+        end = self.start + q.shape[0]
+        keys, values = (
+            decode(self.shape, heads[group : group + count], end - self.reach, end).unsqueeze(0)
+            for heads in self.memory.chunk(2)
+        )
+        return attention(q, keys, values, self.heads.scale, self.mask, self.heads.cap)
 
 
 def turn(qkv: Tensor, heads: Heads, head_norm: Norm | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from exl2chat.engine.cache import BITS, cache_bytes
 from exl2chat.engine.transformer import Transformer
 from exl2chat.errors import ModelError
 from exl2chat.model.checkpoint import open_checkpoint
+from exl2chat.ops import cache_decode, reference
 from exl2chat.progress import silent
 from exl2chat.settings import CACHES
 
@@ -51,6 +53,32 @@ def test_chunks_are_one_prompt(model: Transformer, cache: str) -> None:
     parts = logits(model, cache, [15, 1, 1, 16, 200, 40, *[1] * 10])
     # a key on the edge between two codes may be rounded otherwise by another order of sums
     assert (parts - whole).norm() / whole.norm() < (1e-3 if cache == "q8" else 2e-2)
+
+
+def test_no_more_is_decoded_at_once_than_was_planned(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it matter how many heads at a time."""
+    together = logits(model, "q6", [200, 1])
+    limit, largest = 200 * model.config.head_dim, 0
+
+    def watched(*args: Any) -> torch.Tensor:
+        nonlocal largest
+        found = cache_decode.decode(*args)
+        largest = max(largest, found.numel())
+        return found
+
+    monkeypatch.setattr(reference, "AT_ONCE", limit)
+    monkeypatch.setattr(reference, "decode", watched)
+    torch.testing.assert_close(logits(model, "q6", [200, 1]), together, rtol=1e-4, atol=1e-4)
+    assert largest == 201 * model.config.head_dim
+
+
+def test_what_is_decoded_is_part_of_the_workspace() -> None:
+    checkpoint = open_checkpoint(GOLDEN / "llama-6.0bpw-exl2")
+    plain, long = (
+        placement.copy_bytes(placement.candidate(checkpoint, CPU, torch.float32, bits), CPU, 1 << 20)
+        for bits in (16, 4)
+    )
+    assert (plain, long) == (0, (1 << 20) * checkpoint.config.head_dim * cache_decode.BYTES_PER_NUMBER)
 
 
 @pytest.mark.parametrize(("cache", "bits"), [("q8", 8.5), ("q6", 6.5), ("q4", 4.5)])

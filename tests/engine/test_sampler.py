@@ -356,3 +356,13 @@ def test_the_noise_of_a_token_is_the_same_whoever_else_takes_part() -> None:
     for position in range(200):
         token = free.sample(logits, position)
         assert token in (1, 2, 3) or bound.sample(logits, position) == token
+
+
+def test_logits_that_are_all_masked_are_told_from_those_that_are_not_numbers() -> None:
+    logits = np.full(10, -np.inf, np.float32)
+    with pytest.raises(ChatError, match="no token is left to draw") as caught:
+        Sampler(Sampling(), []).sample(logits, 0)
+    assert "block fewer tokens" in caught.value.remedy
+    logits[4] = np.nan
+    with pytest.raises(ChatError, match="not numbers"):
+        Sampler(Sampling(), []).sample(logits, 0)

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exl2chat.ops.cache_decode import basis, change, decode
 from exl2chat.ops.cache_format import TOKENS, CacheFormat, rotate
 
 CPU = torch.device("cpu")
@@ -78,3 +79,24 @@ def test_fields_lie_as_the_header_says() -> None:
     rows[:8] = torch.tensor([0, 15, 1, 14, 2, 13, 3, 12]) - 7.5
     rows[8] = 8
     assert four.quantize(rows).tolist()[:4] == [0x10, 0x32, 0xEF, 0xCD]
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("start", "end"), [(0, 1), (5, 16), (13, 40), (32, 48)])
+def test_what_a_cpu_reads_is_the_same_to_the_bit_in_another_order(bits: int, size: int, start: int, end: int) -> None:
+    shape = CacheFormat(bits, size)
+    tiles = torch.full((2, 3, TOKENS * shape.row_bytes), 255, dtype=torch.uint8)
+    shape.write(tiles, 0, shape.quantize(torch.randn(2, 48, size)))
+    expected = shape.dequantize(shape.read(tiles, start, end)).float()
+    order = change(rotate(torch.arange(size).float()), basis(shape, CPU)).round().long()
+    assert torch.equal(decode(shape, tiles, start, end), expected[..., order])
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_an_order_is_undone_and_keeps_products(bits: int) -> None:
+    shape, (x, y) = CacheFormat(bits, 96), torch.randn(2, 5, 96)
+    matrix = basis(shape, CPU)
+    torch.testing.assert_close(change(change(x, matrix), matrix.T), x, rtol=0, atol=1e-5)
+    ours = change(x, matrix) * change(y, matrix)
+    torch.testing.assert_close(ours.sum(-1), (x * y).sum(-1), rtol=0, atol=1e-4)
