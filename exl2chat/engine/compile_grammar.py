@@ -22,6 +22,9 @@ TABLES = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 # Otherwise, where only one text can follow, masks allow only one way to tokenise it.
 EVERY_SPELLING = '\n%llguidance {"no_forcing": true}\n'
 
+# A space, or a new line with its indentation. Without a bound a small model may write white space for ever.
+WHITE_SPACE = r"[ \t]|\r?\n[ \t]{0,64}"
+
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 REGEX_ERROR = re.compile(r"regex parse error:\n {4}.*\n {4}(?P<before> *)\^+\nerror: (?P<reason>.*)")
 INVALID_REGEX = re.compile(r"\(in regex\): (?P<reason>.*)")
@@ -29,13 +32,16 @@ LARK_ERROR = re.compile(r"(?:at )?(?P<line>\d+)\((?P<column>\d+)\): (?P<reason>.
 
 
 def compile_json_schema(table: TokenTable, schema: str | Schema | bool) -> GrammarConstraint:
-    """Replies that are JSON of `schema`, with white space as JSON allows it. Its text, or what that parses to."""
+    """Replies that are JSON of `schema`, its text or what that parses to, with white space as `json.dumps` writes it or
+    as the schema's own `x-guidance` says."""
     parsed = _parse(schema)
     if parsed is True:
         parsed = {}
     if not isinstance(parsed, dict):
         raise UsageError(f"JSON schema: {json.dumps(parsed):.40} allows nothing", 'write a table: {"type": "object"}')
-    strict = {**parsed, "x-guidance": {**_options(parsed), "lenient": False}}
+    options = _options(parsed)
+    spaced = {} if "whitespace_flexible" in options else {"whitespace_pattern": WHITE_SPACE}
+    strict = {**parsed, "x-guidance": {**spaced, **options, "lenient": False}}
     if fault := _schema_fault(strict):
         place = _place(strict, strict, fault) or "/"
         raise UsageError(f"JSON schema, at {place:.200}: {_one_line(fault)}", "take it out or say it in another way")

@@ -75,6 +75,27 @@ def test_a_schema_followed_in_part_only_is_refused() -> None:
     assert "oneOf not fully supported" in refused(compile_json_schema, loose)
 
 
+def followed(schema: dict[str, Any], text: str) -> bool:
+    """Whether the schema allows `text`, token by token."""
+    constraint = compile_json_schema(table(KIND), schema)
+    for token in spelled(KIND, text):
+        if not constraint.mask()[token]:
+            return False
+        constraint.advance(token)
+    return constraint.accepting
+
+
+@pytest.mark.parametrize("indent", [None, 2, 8])
+def test_json_is_spaced_as_json_dumps_spaces_it(indent: int | None) -> None:
+    assert followed({}, json.dumps({"a": [1, {"b": {"c": []}}]}, indent=indent))
+
+
+@pytest.mark.parametrize("spaces", ["  ", "\n\n", "\n" + " " * 65])
+def test_white_space_in_json_comes_to_an_end(spaces: str) -> None:
+    assert not followed({}, f'{{{spaces}"a": 1}}')
+    assert followed({"x-guidance": {"whitespace_flexible": True}}, f'{{{spaces}"a": 1}}')
+
+
 def test_true_allows_all_json_and_says_so() -> None:
     constraint = compile_json_schema(table(KIND), "true")
     for token in spelled(KIND, '{"a": [1, true]}'):
