@@ -214,7 +214,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("cache", str, "fp16", "keys and values; fewer bits: more context, slow on a CPU", "model", choices=CACHES),
     Option("context", int, None, "context in tokens; unset: up to 8192", "model", low=256, flag_name="--ctx"),
     Option("draft_model", str, None, "a smaller model with the same tokenizer, to guess tokens ahead", "model"),
-    Option("speculate", str, "auto", "what guesses tokens ahead; replies stay the same", "model", choices=SPECULATE),
+    Option("speculate", str, "auto", "what guesses ahead; same replies but for rounding", "model", choices=SPECULATE),
     Option("system", str, None, "the system prompt; unset: what the model's template says", "chat"),
     Option("lora", str, None, "LoRA folders, FOLDER or FOLDER:SCALE, with commas between", "chat", repeats=True),
     Option("max_tokens", int, None, "longest reply in tokens; unset: until the model ends it", "chat", low=1),

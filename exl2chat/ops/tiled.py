@@ -22,7 +22,7 @@ from exl2chat.ops.plan import (
     Table,
     make_plan,
     run_pieces,
-)  # fmt: skip
+)
 from exl2chat.ops.tiles import STRIP, TILE, Run, fragment_order
 
 # Decoding on the way to the tensor cores takes less time than float16 copies and cuBLAS up to some 1200 rows: all

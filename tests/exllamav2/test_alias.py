@@ -36,16 +36,6 @@ def loaded(config: ExLlamaV2Config) -> ExLlamaV2:
     return model
 
 
-@pytest.fixture(scope="module")
-def model() -> ExLlamaV2:
-    return loaded(config_of())
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model: ExLlamaV2) -> ExLlamaV2Tokenizer:
-    return ExLlamaV2Tokenizer(model.config)
-
-
 @pytest.fixture
 def generator(model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer) -> ExLlamaV2StreamingGenerator:
     return ExLlamaV2StreamingGenerator(model, ExLlamaV2Cache(model, max_seq_len=256), tokenizer)

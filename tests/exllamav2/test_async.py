@@ -9,9 +9,7 @@ from exl2chat.errors import ContextError
 from exl2chat.exllamav2 import ExLlamaV2Cache
 from exl2chat.exllamav2.generator import ExLlamaV2DynamicGeneratorAsync, ExLlamaV2DynamicJobAsync
 from exl2chat.exllamav2.generator.filters import ExLlamaV2SelectFilter
-from tests.exllamav2.test_generators import GREEDY, PROMPTS, model, streamed, tokenizer
-
-__all__ = ["model", "tokenizer"]
+from tests.exllamav2.test_generators import GREEDY, PROMPTS, streamed
 
 
 @pytest.fixture

@@ -1,21 +1,13 @@
 """The reference's filters, by themselves and as constraints of the generators."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 from exl2chat.engine.filters import FilterConstraint
-from exl2chat.exllamav2 import ExLlamaV2Config, ExLlamaV2Tokenizer
+from exl2chat.exllamav2 import ExLlamaV2Tokenizer
 from exl2chat.exllamav2.generator.filters import ExLlamaV2Filter, ExLlamaV2PrefixFilter, ExLlamaV2SelectFilter
-
-MODEL = Path(__file__).parents[1] / "data" / "golden" / "llama-6.0bpw-exl2"
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> ExLlamaV2Tokenizer:
-    return ExLlamaV2Tokenizer(ExLlamaV2Config(str(MODEL)))
 
 
 def texts(rule: ExLlamaV2Filter, tokenizer: ExLlamaV2Tokenizer, prefix: str = "") -> set[str]:

@@ -12,10 +12,9 @@ from exl2chat.exllamav2.generator import (
     ExLlamaV2DynamicJob,
     ExLlamaV2StreamingGenerator,
 )
-from tests.exllamav2.test_generators import GREEDY, PROMPTS, model, tokenizer
+from tests.exllamav2.test_generators import GREEDY, PROMPTS
 from tests.model.lora_files import make_lora
 
-__all__ = ["model", "tokenizer"]
 TEXT = " ".join(PROMPTS * 8)  # more than a page
 
 

@@ -2,7 +2,6 @@
 
 import random
 import warnings
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from exl2chat.errors import ContextError, UsageError
-from exl2chat.exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
+from exl2chat.exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Tokenizer
 from exl2chat.exllamav2.generator import (
     ExLlamaV2BaseGenerator,
     ExLlamaV2DynamicGenerator,
@@ -22,24 +21,9 @@ from exl2chat.exllamav2.generator import (
 )
 from exl2chat.exllamav2.generator.filters import ExLlamaV2PrefixFilter, ExLlamaV2SelectFilter
 
-MODEL = Path(__file__).parents[1] / "data" / "golden" / "llama-6.0bpw-exl2"
 Settings = ExLlamaV2Sampler.Settings
 GREEDY = Settings.greedy()
 PROMPTS = ["Once upon a time", "The people of the town", "We hold these truths to be self-evident, that all"]
-
-
-@pytest.fixture(scope="module")
-def model() -> ExLlamaV2:
-    config = ExLlamaV2Config(str(MODEL))
-    config.dtype = "float32"
-    model = ExLlamaV2(config)
-    model.load()
-    return model
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model: ExLlamaV2) -> ExLlamaV2Tokenizer:
-    return ExLlamaV2Tokenizer(model.config)
 
 
 @pytest.fixture

@@ -7,21 +7,11 @@ import torch
 
 from exl2chat.engine.lora import Scaled, load_adapter, with_adapters
 from exl2chat.errors import ModelError, UsageError
-from exl2chat.exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, ExLlamaV2Tokenizer
+from exl2chat.exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Lora, ExLlamaV2Tokenizer
 from exl2chat.exllamav2.generator import ExLlamaV2Sampler, ExLlamaV2StreamingGenerator
 from tests.model.lora_files import make_lora
 
-MODEL = Path(__file__).parents[1] / "data" / "golden" / "llama-6.0bpw-exl2"
 IDS = torch.tensor([[5, 600, 7, 80, 9]])
-
-
-@pytest.fixture(scope="module")
-def model() -> ExLlamaV2:
-    config = ExLlamaV2Config(str(MODEL))
-    config.dtype = "float32"
-    model = ExLlamaV2(config)
-    model.load()
-    return model
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,6 @@ Settings = ExLlamaV2Sampler.Settings
 OFF = {"temperature": 1.0, "top_p": 0.0, "top_k": 0, "token_repetition_penalty": 1.0}
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> ExLlamaV2Tokenizer:
-    return ExLlamaV2Tokenizer(ExLlamaV2Config(str(MODEL)))
-
-
 # Settings
 
 

@@ -1,33 +1,17 @@
 """The parameters of `begin_stream_ex` and the keys of `stream_ex`, over a tiny model."""
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from exl2chat.exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
+from exl2chat.exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Tokenizer
 from exl2chat.exllamav2.generator import ExLlamaV2Sampler, ExLlamaV2StreamingGenerator
 from exl2chat.exllamav2.generator.filters import ExLlamaV2Filter, ExLlamaV2PrefixFilter, ExLlamaV2SelectFilter
 
-MODEL = Path(__file__).parents[1] / "data" / "golden" / "llama-6.0bpw-exl2"
 Settings = ExLlamaV2Sampler.Settings
 PROMPT = "Once upon a time"
-
-
-@pytest.fixture(scope="module")
-def model() -> ExLlamaV2:
-    config = ExLlamaV2Config(str(MODEL))
-    config.dtype = "float32"
-    model = ExLlamaV2(config)
-    model.load()
-    return model
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model: ExLlamaV2) -> ExLlamaV2Tokenizer:
-    return ExLlamaV2Tokenizer(model.config)
 
 
 @pytest.fixture

@@ -15,30 +15,12 @@ from exl2chat.ops import tiled
 from exl2chat.ops.packed import Weight
 from exl2chat.ops.plan import ALIKE, ROWS, lay_out
 from exl2chat.ops.tiled import SideBySide, TiledWeight, prepare, reconstruct
+from tests.gpu.packed_cases import PLANS
 from tests.model.model_files import random_exl2, random_gptq, save_linear
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 DEVICE = torch.device("cuda")
 COUNTS = (1, 2, 3, 4, 5, 8, 16, 513)
-PLANS = {
-    **{f"{bits} bits, groups of {size}": [(bits, size)] * (512 // size) for bits in (8, 6, 5, 4, 3, 2)
-       for size in (32, 64, 128)},
-    "one tile": [(4, 32)],
-    "groups of 96": [(4, 96)] * 5,
-    "every width": [(8, 32), (8, 96), (6, 64), (5, 128), (5, 32), (4, 128), (3, 64), (3, 32), (2, 128), (2, 256)],
-    "short last group": [(6, 128), (4, 128), (4, 128), (4, 32)],
-}  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every buffer that the code under test allocates begins as NaN."""
-    empty = torch.empty
-
-    def poisoned(*shape: object, **options: object) -> torch.Tensor:
-        made: torch.Tensor = empty(*shape, **options)  # type: ignore[call-overload]
-        return made.fill_(torch.nan) if made.is_floating_point() else made
-
-    monkeypatch.setattr(tiled.torch, "empty", poisoned)
 
 
 def exact_weight(linear: Linear) -> np.ndarray:

@@ -52,11 +52,11 @@ class ExLlamaV2Filter:
         return False
 
     def prepare_logit_mask(self) -> bool:
-        """Called before `mask_logits`."""
+        """Called before `mask_logits`; to be written where `can_mask_logits`."""
         raise NotImplementedError(f"{type(self).__name__} has no prepare_logit_mask()")
 
     def mask_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """`logits` [1, 1, V] with those of forbidden tokens at minus infinity."""
+        """`logits` [1, 1, V] with forbidden tokens at minus infinity; to be written where `can_mask_logits`."""
         raise NotImplementedError(f"{type(self).__name__} has no mask_logits()")
 
 
