@@ -62,9 +62,10 @@ class ExLlamaV2DynamicJob:
         if isinstance(banned_strings, str):
             raise UsageError("banned_strings is one text: each of its letters would be banned", "give a list of texts")
         self.identifier = identifier
-        self._filters = filters
+        settings = gen_settings or ExLlamaV2Sampler.Settings()
+        self._filters = filters or settings.filters
         prompts = [input_ids] if isinstance(input_ids, Tensor) else input_ids
-        sampling, guidance, hooks = engine_settings(gen_settings or ExLlamaV2Sampler.Settings(), seed)
+        sampling, guidance, hooks = engine_settings(settings, seed)
         self._job = Job(
             tuple(map(row_of, prompts)), max_new_tokens, sampling, StopConditions.of(stop_conditions or ()),
             min_new_tokens, guidance, token_healing, tuple(banned_strings or ()), None, filter_prefer_eos,
@@ -116,7 +117,7 @@ class ExLlamaV2DynamicGenerator:
         self.max_seq_len = max_seq_len or cache.max_seq_len
         batch = max_batch_size or max(1, model.config.max_input_len // max_q_size)
         limits = Limits(batch=batch, queue=MANY, chunk=max_chunk_size or prefill_chunk(model.transformer.device))
-        self.engine = DynamicGenerator(model.transformer, cache.kv, tokenizer.tokenizer, limits)
+        self.engine = DynamicGenerator(model.transformer, cache.kv, tokenizer.native, limits)
         self._jobs: dict[int, ExLlamaV2DynamicJob] = {}
 
     def warmup(self) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exl2chat.engine.drafting import Speculate
 from exl2chat.engine.generators.streaming import Extras, StreamingGenerator, StreamResult
+from exl2chat.engine.stopping import StopConditions
 from exl2chat.exllamav2.cache import ExLlamaV2Cache
 from exl2chat.exllamav2.generator.filters import ExLlamaV2Filter, constraint_of
 from exl2chat.exllamav2.generator.sampler import ExLlamaV2Sampler
@@ -24,6 +26,7 @@ class ExLlamaV2StreamingGenerator:
     """Seeds come from Python's `random`, as in the reference: `random.seed(n)` makes replies repeat."""
 
     abort_event: Event | None = None
+    speculative_ngram_min, speculative_ngram_max, speculative_ngram_max_inf = 1, 5, 3  # changing them changes nothing
 
     def __init__(
         self,
@@ -34,19 +37,24 @@ class ExLlamaV2StreamingGenerator:
         draft_cache: ExLlamaV2Cache | None = None,
         num_speculative_tokens: int = 5,
     ) -> None:
-        """Stops at the EOS ids of config and tokenizer. num_speculative_tokens matters only with a draft model."""
+        """Stops at the EOS ids of config and tokenizer. num_speculative_tokens matters only with drafts."""
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
-        self._generator = StreamingGenerator(
-            model.transformer,
-            cache.kv,
-            tokenizer.tokenizer,
-            draft_model.transformer if draft_model else None,
-            draft_cache.kv if draft_cache else None,
-            num_speculative_tokens,
-            "draft" if draft_model else "off",
-        )
-        self._generator.set_stop_conditions(tokenizer.eos_ids)
+        self._drafts = draft_model, draft_cache, num_speculative_tokens
+        self._ngram = False
         self._extras = Extras()
+        self._earlier = (0, 0, 0)
+        self._reply_tokens = 0
+        self._generator = self._make()
+        self.set_stop_conditions(tokenizer.eos_ids)
+
+    def _make(self) -> StreamingGenerator:
+        """Our generator, which drafts as is set."""
+        draft, cache, count = self._drafts
+        speculate: Speculate = "ngram" if self._ngram else "draft" if draft else "off"
+        return StreamingGenerator(
+            self.model.transformer, self.cache.kv, self.tokenizer.native, draft.transformer if draft else None,
+            cache.kv if cache else None, count, speculate,
+        )  # fmt: skip
 
     @property
     def sequence_ids(self) -> Tensor:
@@ -55,12 +63,32 @@ class ExLlamaV2StreamingGenerator:
 
     @property
     def speculative_ngram(self) -> bool:
-        """Drafting by n-grams: not supported yet."""
-        return False
+        """Whether what was there before is proposed as what follows, which changes no reply. What the cache holds is
+        read again when this changes."""
+        return self._ngram
 
     @speculative_ngram.setter
     def speculative_ngram(self, value: bool) -> None:
-        refuse_set("ExLlamaV2StreamingGenerator", speculative_ngram=value)
+        if value != self._ngram:
+            self._ngram = value
+            self._generator = self._make()
+            self._generator.set_stop_conditions([*self.stop_tokens, *self.stop_strings])
+
+    def reset_sd_stats(self) -> None:
+        """Count drafts from here on."""
+        self._earlier = (0, 0, 0)
+        tokens, drafted, accepted = self._counted()
+        self._earlier = (-tokens, -drafted, -accepted)
+
+    def get_sd_stats(self) -> tuple[float, float, int, int, int]:
+        """Since the last reset: accepted drafts as a share of the tokens, and of the drafts; then the three numbers."""
+        tokens, drafted, accepted = self._counted()
+        return accepted / max(tokens, 1), accepted / max(drafted, 1), tokens, drafted, accepted
+
+    def _counted(self) -> tuple[int, int, int]:
+        """Tokens, drafts and accepted drafts of the earlier replies and this one."""
+        (tokens, drafted, accepted), now = self._earlier, self._generator.speculated
+        return tokens + self._reply_tokens, drafted + now.drafted, accepted + now.accepted
 
     def warmup(self) -> None:
         """One forward pass, so that the first reply is as fast as the others."""
@@ -72,7 +100,9 @@ class ExLlamaV2StreamingGenerator:
 
     def set_stop_conditions(self, stop_conditions: Collection[int | str]) -> None:
         """Token ids and strings that end a reply; ValueError on anything else. Replaces what held before."""
-        self._generator.set_stop_conditions(stop_conditions)
+        conditions = StopConditions.of(stop_conditions)
+        self.stop_tokens, self.stop_strings = set(conditions.ids), set(conditions.strings)
+        self._generator.set_stop_conditions([*self.stop_tokens, *self.stop_strings])
 
     def begin_stream(
         self,
@@ -124,9 +154,10 @@ class ExLlamaV2StreamingGenerator:
         """
         refuse_set(Begin, input_mask=input_mask, position_offsets=position_offsets)
         refuse_set(Begin, input_embeddings=input_embeddings, **kwargs)
+        self._earlier, self._reply_tokens = self._counted(), 0
         self.abort_event = abort_event
         self._extras = Extras(
-            constraint=constraint_of(self.tokenizer, filters or ()),
+            constraint=constraint_of(self.tokenizer, filters or gen_settings.filters or ()),
             prefer_end=filter_prefer_eos,
             token_healing=token_healing,
             banned_strings=banned_strings or (),
@@ -153,6 +184,7 @@ class ExLlamaV2StreamingGenerator:
         """
         refuse_set("ExLlamaV2StreamingGenerator.stream_ex", **kwargs)
         result = self._generator.stream_ex(ban_tokens or ())
+        self._reply_tokens = result.reply_tokens
         answer = {
             "chunk": result.text,
             "eos": result.eos,
