@@ -10,6 +10,7 @@ import torch
 from rich.progress import Progress as RichProgress
 from torch import Tensor
 
+from exl2chat.engine.cache import BITS
 from exl2chat.engine.lora import with_adapters
 from exl2chat.engine.placement import candidate, choose_device, choose_dtype, plan_memory
 from exl2chat.engine.transformer import Transformer
@@ -17,7 +18,6 @@ from exl2chat.errors import ModelError, UsageError
 from exl2chat.exllamav2.config import ExLlamaV2Config
 from exl2chat.exllamav2.lora import Loras, scaled_loras
 from exl2chat.exllamav2.unsupported import refuse_set
-from exl2chat.ops.attention import PLAIN_BITS
 from exl2chat.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class ExLlamaV2:
         checkpoint = self.config.checkpoint()
         device = choose_device(self.config.device)
         dtype = choose_dtype(self.config.dtype, device)
-        bits, context = (cache.bits, cache.capacity) if cache else (PLAIN_BITS, 0)
+        bits, context = (cache.bits, cache.capacity) if cache else (BITS["fp16"], 0)
         plan_memory(candidate(checkpoint, device, dtype, bits), device, dtype, context)
         if progress:
             with RichProgress(transient=True) as bar:
