@@ -89,7 +89,7 @@ class Decoders:
         most: int = MOST_DRAFTS,
     ) -> None:
         """`drafter` proposes up to `most` tokens at a time; then the host draws."""
-        self.model = model  # or one of the same weights with other adapters
+        self.model = model  # or one of the same weights with other adapters and embeddings
         self._cache, self._vocabulary, self._size = cache, vocabulary, size
         self._logits = StepLogits(model, cache, size)
         self._steps: DeviceSteps | None = None
@@ -111,8 +111,10 @@ class Decoders:
             and limits is None
             and runs_on_device(self.model, self._size)
             and known_to_device(settings)
+            and tokens[-1] < self._size
         ):
             self._steps = self._steps or DeviceSteps(self.model, self._cache, self._size)
+            self._steps.model = self.model
             return DeviceDecoder(self._steps, self._cache, settings, longest)
         chooser = Chooser(settings, tokens, self._vocabulary, limits)
         self._logits.model = self.model

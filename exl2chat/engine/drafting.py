@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from exl2chat.engine.cache import KVCache
+from exl2chat.engine.embeddings import FIRST_ID
 from exl2chat.engine.step_logits import StepLogits
 from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.errors import ChatError, UsageError
@@ -55,7 +56,10 @@ class SuffixDrafter:
         start = max(earlier, key=lambda end: (self._matching(end), end))
         drafts: list[int] = []
         for at in range(start, start + count):  # a passage that reaches the end goes on with its own repetition
-            drafts.append(self._tokens[at] if at < len(self._tokens) else drafts[at - len(self._tokens)])
+            draft = self._tokens[at] if at < len(self._tokens) else drafts[at - len(self._tokens)]
+            if draft >= FIRST_ID:  # no token can come true here
+                break
+            drafts.append(draft)
         return drafts
 
     def _follow(self, tokens: Sequence[int]) -> None:
@@ -115,7 +119,7 @@ class ModelDrafter:
         """Bring all but the last token into the cache, a chunk at a time."""
         chunk = prefill_chunk(self._model.device)
         while (missing := sequence[self._cache.length : -1][:chunk]) and len(missing) > 1:
-            self._model.forward(torch.tensor(missing, device=self._model.device), self._cache, last_only=True)
+            self._model.forward(self._model.inputs(missing), self._cache, last_only=True)
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

@@ -43,6 +43,8 @@ class Device:
     """A model, and the stream that its work is queued on. It works when it is asked for something, or at once."""
 
     adapters = ()
+    embedded = ()
+    inputs = FakeModel.inputs
 
     def __init__(self, memory: Memory, eager: bool) -> None:
         self.memory, self.eager = memory, eager

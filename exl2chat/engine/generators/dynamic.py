@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from exl2chat.engine.cache import PAGE, KVCache
+from exl2chat.engine.embeddings import InputEmbeddings, check_ids, check_width
 from exl2chat.engine.executor import Executor
 from exl2chat.engine.generators.jobs import Failed, Final, Job, Prefilled, Result, Started, Streamed, Times
 from exl2chat.engine.generators.language import Language
@@ -62,19 +63,20 @@ class DynamicGenerator:
     def enqueue(self, job: Job) -> int:
         """The serial of a new job, whose results `iterate` will bring. UsageError for one that makes no sense,
         ContextError for one that the cache could never hold, ChatError when too many are waiting."""
+        check_width(job.embeddings, self._model.config.hidden_size)
         for prompt in job.prompts:
-            self._check(prompt, job.max_new_tokens)
+            self._check(prompt, job)
         task = Task(job, self.language)
         limit = job.max_new_tokens + bool(job.banned)  # so that the scheduler lets the last token be taken back
         serial = self._scheduler.enqueue(task.prompts, limit, self._salt)
         self._jobs[serial] = _Running(task, Times(time.perf_counter()))
         return serial
 
-    def _check(self, prompt: Sequence[int], new: int) -> None:
+    def _check(self, prompt: Sequence[int], job: Job) -> None:
+        new = job.max_new_tokens
         if not prompt:
             raise UsageError("the prompt has no tokens", "give at least one")
-        if min(prompt) < 0 or max(prompt) >= self.language.size:
-            raise UsageError("the prompt has token ids that are no tokens", f"ids are 0 to {self.language.size - 1}")
+        check_ids(prompt, self.language.size, job.embeddings)
         if len(prompt) + new > self._cache.capacity:
             raise ContextError(
                 f"a prompt of {len(prompt)} tokens and {new} more do not fit a cache of {self._cache.capacity}",
@@ -178,6 +180,7 @@ class DynamicGenerator:
 
     def _draw(self, plan: StepPlan) -> tuple[dict[int, list[int]], list[Result]]:
         """The tokens of this step by job; and the jobs that can have none, which are ended."""
+        self._executor.embed(self._embedded(plan))
         logits = self._executor.run(plan)
         rows: dict[int, list[int]] = {}
         for n, row in enumerate(plan.decode):
@@ -195,6 +198,12 @@ class DynamicGenerator:
                 failed.append(Failed(serial, error, job.task.text))
                 self.cancel(serial)
         return sampled, failed
+
+    def _embedded(self, plan: StepPlan) -> tuple[InputEmbeddings, ...]:
+        """What the jobs of `plan` have in their prompts, each once."""
+        jobs = {row.job for row in (*plan.prefill, *plan.decode)}
+        known = {one.ids: one for serial in jobs for one in self._jobs[serial].task.job.embeddings}
+        return tuple(known.values())
 
     def _prefilled(self, plan: StepPlan) -> list[Result]:
         results: list[Result] = []

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exl2chat.engine.constraints import Constraint
+from exl2chat.engine.embeddings import InputEmbeddings
 from exl2chat.engine.samplers.candidates import Candidates
 from exl2chat.engine.stopping import StopConditions
 from exl2chat.errors import UsageError
@@ -39,7 +40,8 @@ class Job:
     begins with its text. banned: texts that the reply will not contain, in whatever case. constraint: several jobs may
     have the same, each works on a copy. prefer_end: the reply ends as soon as the constraint allows it to. special:
     special tokens are part of the text.
-    top_tokens, probabilities, logits: what each token's result shall tell beside the token.
+    top_tokens, probabilities, logits: what each token's result shall tell beside the token. embeddings: those whose ids
+    are in the prompts.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -57,6 +59,7 @@ class Job:
     probabilities: bool = False
     logits: bool = False
     hooks: tuple[Callable[[Choice], None], ...] = ()
+    embeddings: tuple[InputEmbeddings, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.prompts) != (1 if self.guidance is None else 2):

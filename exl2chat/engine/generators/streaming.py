@@ -1,7 +1,7 @@
 """One reply at a time, token by token, over a cache that is kept from turn to turn."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import torch
@@ -11,6 +11,7 @@ from exl2chat.engine.choosing import Chooser, Limits, TokenDetails, describe
 from exl2chat.engine.constraints import Constraint
 from exl2chat.engine.decoders import MOST_DRAFTS, Decoder, Decoders
 from exl2chat.engine.drafting import Speculate, choose_drafter, common_prefix
+from exl2chat.engine.embeddings import InputEmbeddings, check_ids, check_width
 from exl2chat.engine.generators.language import Language
 from exl2chat.engine.lora import Scaled, with_adapters
 from exl2chat.engine.speculation import Speculated
@@ -184,6 +185,7 @@ class StreamingGenerator:
         continuing: bool = False,
         extras: Extras = PLAIN,
         adapters: Sequence[Scaled] = (),
+        embeddings: Sequence[InputEmbeddings] = (),
     ) -> StreamStart:
         """Read the prompt: all but its last token go into the cache, less the longest prefix that is there already.
 
@@ -191,16 +193,18 @@ class StreamingGenerator:
         every chunk and every token; once it is true the prompt is read no further and `stream_ex` reports "stopped".
         on_prefill(done, total, cached) follows every chunk. `continuing`: the prompt ends in the middle of a text, so
         that the space before the first word is text too. `adapters`: the LoRAs of this reply; what the cache holds is
-        reused only if it was computed with the same. ContextError when the prompt leaves no room for a token.
+        reused only if it was computed with the same. `embeddings`: those whose ids are in the prompt. ContextError when
+        the prompt leaves no room for a token.
         """
         self._reply = None
-        ids = self._checked(input_ids)
+        check_width(embeddings, self._model.config.hidden_size)
+        ids = self._checked(input_ids, embeddings)
         if max_new_tokens is not None and max_new_tokens < 1:
             raise UsageError(f"max_new_tokens is {max_new_tokens}", "it is at least 1")
         gate = Gate(self._conditions.strings, extras.banned_strings)
         healed = self._take_healed(ids, extras)
         limits = self._limits(extras, healed, continuing)
-        self._use(adapters)
+        self._use(adapters, embeddings)
         cached = self._reuse(ids)
         longest = min(self._cache.capacity, len(ids) + (max_new_tokens or self._cache.capacity))
         decoder = self._decoders.choose(settings, ids, longest, limits)
@@ -318,7 +322,7 @@ class StreamingGenerator:
         text = passed.text + reply.gate.flush() + reply.detokenizer.flush()
         return reply.result(Passed(text, len(reply.held)), self._count(reply))
 
-    def _checked(self, input_ids: Sequence[int] | torch.Tensor) -> list[int]:
+    def _checked(self, input_ids: Sequence[int] | torch.Tensor, embeddings: Sequence[InputEmbeddings]) -> list[int]:
         """The prompt as a list; UsageError when it is no prompt, ContextError when it is too long."""
         if isinstance(input_ids, torch.Tensor):
             if input_ids.dim() > 1 and input_ids.shape[0] != 1:
@@ -327,8 +331,7 @@ class StreamingGenerator:
         ids = list(input_ids)
         if not ids:
             raise UsageError("the prompt has no tokens", "give at least one")
-        if min(ids) < 0 or max(ids) >= self._size:
-            raise UsageError("the prompt has token ids that are no tokens", f"ids are 0 to {self._size - 1}")
+        check_ids(ids, self._size, embeddings)
         if (over := len(ids) + 1 - self._cache.capacity) > 0:
             larger = self._cache.capacity < self._model.config.context
             raise ContextError(
@@ -337,12 +340,14 @@ class StreamingGenerator:
             )
         return ids
 
-    def _use(self, adapters: Sequence[Scaled]) -> None:
-        """Run the model with these adapters from now on. Nothing that was computed with others is known any more."""
+    def _use(self, adapters: Sequence[Scaled], embeddings: Sequence[InputEmbeddings]) -> None:
+        """Run the model with these from now on. Nothing that was computed with other adapters is known any more."""
         model = with_adapters(self._model, adapters)
         if model is not self._model:
-            self._model = self._decoders.model = model
             self._filled = 0
+        if model.embedded != tuple(embeddings):
+            model = replace(model, embedded=tuple(embeddings))
+        self._model = self._decoders.model = model
 
     def _claim(self) -> None:
         """Take the cache. Nothing in it is known where somebody else took it meanwhile, or changed its length."""
@@ -364,8 +369,8 @@ class StreamingGenerator:
         chunk = prefill_chunk(self._model.device)
         while self._cache.length < last and not abort():
             start = self._cache.length
-            ids = torch.tensor(self.tokens[start : min(start + chunk, last)], device=self._model.device)
-            self._model.forward(ids, self._cache, last_only=True)
+            inputs = self._model.inputs(self.tokens[start : min(start + chunk, last)])
+            self._model.forward(inputs, self._cache, last_only=True)
             self._filled = self._cache.length
             if on_prefill is not None:
                 on_prefill(self._cache.length, len(self.tokens), cached)
