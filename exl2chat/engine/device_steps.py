@@ -90,8 +90,7 @@ class DeviceSteps:
         self._window = None
         if penalties.active(settings):
             reach, decay = settings.penalty_range, settings.penalty_decay
-            counted, rows = sequence.clamp(max=self._vocabulary), self._vocabulary + 1  # one for what is no token
-            self._window = count_window(counted, reach, decay, rows, self._cache.capacity + 1)
+            self._window = count_window(sequence, reach, decay, self._vocabulary, self._cache.capacity + 1)
             tensors |= self._window._asdict()
         self._sampler.set_rows(sampling_row(settings, self._vocabulary, tensors))
 

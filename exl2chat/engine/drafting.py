@@ -9,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 
 from exl2chat.engine.cache import KVCache
-from exl2chat.engine.embeddings import FIRST_ID
 from exl2chat.engine.step_logits import StepLogits
 from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.errors import ChatError, UsageError
@@ -56,10 +55,7 @@ class SuffixDrafter:
         start = max(earlier, key=lambda end: (self._matching(end), end))
         drafts: list[int] = []
         for at in range(start, start + count):  # a passage that reaches the end goes on with its own repetition
-            draft = self._tokens[at] if at < len(self._tokens) else drafts[at - len(self._tokens)]
-            if draft >= FIRST_ID:  # no token can come true here
-                break
-            drafts.append(draft)
+            drafts.append(self._tokens[at] if at < len(self._tokens) else drafts[at - len(self._tokens)])
         return drafts
 
     def _follow(self, tokens: Sequence[int]) -> None:
