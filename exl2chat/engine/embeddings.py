@@ -53,8 +53,10 @@ def check_width(embeddings: Iterable[InputEmbeddings], hidden: int) -> None:
             raise UsageError(f"input embeddings are {width} wide", f"those of this model are {hidden}")
 
 
-def check_ids(ids: Sequence[int], size: int, embeddings: Iterable[InputEmbeddings]) -> None:
-    """UsageError for ids that are neither tokens (0 to size - 1) nor of `embeddings`."""
+def check_prompt(ids: Sequence[int], size: int, hidden: int, embeddings: Sequence[InputEmbeddings]) -> None:
+    """UsageError for ids that are neither tokens (0 to size - 1) nor of `embeddings`, and for another width of these
+    than `hidden`."""
+    check_width(embeddings, hidden)
     if min(ids) >= 0 and max(ids) < size:
         return
     known = [range(size), *(each.ids for each in embeddings)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from exl2chat.engine.embeddings import FIRST_ID, IDS, InputEmbeddings, check_ids, check_width
+from exl2chat.engine.embeddings import FIRST_ID, IDS, InputEmbeddings, check_prompt, encode_marked
 from exl2chat.engine.transformer import Transformer
 from exl2chat.errors import UsageError
 from tests.engine.test_transformer import TOLERANCE, VARIANTS, load, make_model, tokens
@@ -101,19 +101,40 @@ def test_what_is_no_rows_is_refused(tensor: torch.Tensor, message: str) -> None:
 
 def test_the_width_is_that_of_the_model() -> None:
     picture = InputEmbeddings.of(rows(2))
-    check_width([picture], HIDDEN)
     with pytest.raises(UsageError, match=r"48 wide.*this model are 64"):
-        check_width([picture], 64)
+        check_prompt([1, *picture.ids], 10, 64, [picture])
 
 
 def test_ids_are_tokens_or_of_an_embedding_that_was_given() -> None:
     picture = InputEmbeddings.of(rows(2))
     ids = [3, *picture.ids, 9]
-    check_ids([3, 9], 10, [])
-    check_ids(ids, 10, [picture])
+    check_prompt([3, 9], 10, HIDDEN, [])
+    check_prompt(ids, 10, HIDDEN, [picture])
     with pytest.raises(UsageError, match="that are given"):
-        check_ids(ids, 10, [])
+        check_prompt(ids, 10, HIDDEN, [])
     with pytest.raises(UsageError, match="no tokens: 10"):
-        check_ids([10, *ids], 10, [picture])
+        check_prompt([10, *ids], 10, HIDDEN, [picture])
     with pytest.raises(UsageError, match="no tokens: -1"):
-        check_ids([-1], 10, [])
+        check_prompt([-1], 10, HIDDEN, [])
+
+
+class Letters:
+    """A tokenizer of letters, which tells how it was called."""
+
+    def encode(self, text: str, special: bool = False, add_bos: bool = False) -> list[int]:
+        return [-1] * add_bos + [-2] * special + [ord(letter) for letter in text]
+
+
+def test_marks_become_ids() -> None:
+    one, other = InputEmbeddings.of(rows(2)), InputEmbeddings.of(rows(3, 1))
+    marks = {"<p>": one, "<p>?": other, "(.)": one}
+
+    def encoded(
+        text: str, marks: dict[str, InputEmbeddings], special: bool = False, add_bos: bool = False
+    ) -> list[int]:
+        return encode_marked(Letters(), text, marks, special, add_bos)  # type: ignore[arg-type]
+
+    assert encoded("a<p>b<p>?<p>", marks) == [97, *one.ids, 98, *other.ids, *one.ids]
+    assert encoded("(x)(.)", marks, add_bos=True) == [-1, 40, 120, 41, *one.ids]
+    assert encoded("a<p>b", marks, special=True) == [-2, 97, *one.ids, -2, 98]
+    assert encoded("a<p>b", {}, special=True, add_bos=True) == [-1, -2, *map(ord, "a<p>b")]

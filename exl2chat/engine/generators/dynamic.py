@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from exl2chat.engine.cache import PAGE, KVCache
-from exl2chat.engine.embeddings import InputEmbeddings, check_ids, check_width
+from exl2chat.engine.embeddings import InputEmbeddings, check_prompt
 from exl2chat.engine.executor import Executor
 from exl2chat.engine.generators.jobs import Failed, Final, Job, Prefilled, Result, Started, Streamed, Times
 from exl2chat.engine.generators.language import Language
@@ -63,7 +63,6 @@ class DynamicGenerator:
     def enqueue(self, job: Job) -> int:
         """The serial of a new job, whose results `iterate` will bring. UsageError for one that makes no sense,
         ContextError for one that the cache could never hold, ChatError when too many are waiting."""
-        check_width(job.embeddings, self._model.config.hidden_size)
         for prompt in job.prompts:
             self._check(prompt, job)
         task = Task(job, self.language)
@@ -76,7 +75,7 @@ class DynamicGenerator:
         new = job.max_new_tokens
         if not prompt:
             raise UsageError("the prompt has no tokens", "give at least one")
-        check_ids(prompt, self.language.size, job.embeddings)
+        check_prompt(prompt, self.language.size, self._model.config.hidden_size, job.embeddings)
         if len(prompt) + new > self._cache.capacity:
             raise ContextError(
                 f"a prompt of {len(prompt)} tokens and {new} more do not fit a cache of {self._cache.capacity}",

@@ -11,7 +11,7 @@ from exl2chat.engine.choosing import Chooser, Limits, TokenDetails, describe
 from exl2chat.engine.constraints import Constraint
 from exl2chat.engine.decoders import MOST_DRAFTS, Decoder, Decoders
 from exl2chat.engine.drafting import Speculate, choose_drafter, common_prefix
-from exl2chat.engine.embeddings import InputEmbeddings, check_ids, check_width
+from exl2chat.engine.embeddings import InputEmbeddings, check_prompt
 from exl2chat.engine.generators.language import Language
 from exl2chat.engine.lora import Scaled, with_adapters
 from exl2chat.engine.speculation import Speculated
@@ -197,7 +197,6 @@ class StreamingGenerator:
         the prompt leaves no room for a token.
         """
         self._reply = None
-        check_width(embeddings, self._model.config.hidden_size)
         ids = self._checked(input_ids, embeddings)
         if max_new_tokens is not None and max_new_tokens < 1:
             raise UsageError(f"max_new_tokens is {max_new_tokens}", "it is at least 1")
@@ -331,7 +330,7 @@ class StreamingGenerator:
         ids = list(input_ids)
         if not ids:
             raise UsageError("the prompt has no tokens", "give at least one")
-        check_ids(ids, self._size, embeddings)
+        check_prompt(ids, self._size, self._model.config.hidden_size, embeddings)
         if (over := len(ids) + 1 - self._cache.capacity) > 0:
             larger = self._cache.capacity < self._model.config.context
             raise ContextError(
