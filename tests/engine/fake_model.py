@@ -25,6 +25,9 @@ class Claimed:
         was, self.user = self.user is user, user
         return was
 
+    def place(self, positions: Sequence[int]) -> None:
+        assert not positions
+
 
 class FakeCache(Claimed):
     """Remembers token ids where a real cache has keys and values."""

@@ -152,6 +152,7 @@ class StreamingGenerator:
         self._reply: _Reply | None = None
         self._table: TokenTable | None = None
         self._filled = 0
+        self._positions: tuple[int, ...] = ()
         self.tokens: list[int] = []
 
     @property
@@ -186,6 +187,7 @@ class StreamingGenerator:
         extras: Extras = PLAIN,
         adapters: Sequence[Scaled] = (),
         embeddings: Sequence[InputEmbeddings] = (),
+        positions: Sequence[int] = (),
     ) -> StreamStart:
         """Read the prompt: all but its last token go into the cache, less the longest prefix that is there already.
 
@@ -193,8 +195,9 @@ class StreamingGenerator:
         every chunk and every token; once it is true the prompt is read no further and `stream_ex` reports "stopped".
         on_prefill(done, total, cached) follows every chunk. `continuing`: the prompt ends in the middle of a text, so
         that the space before the first word is text too. `adapters`: the LoRAs of this reply; what the cache holds is
-        reused only if it was computed with the same. `embeddings`: those whose ids are in the prompt. ContextError when
-        the prompt leaves no room for a token.
+        reused only if it was computed with the same. `embeddings`: those whose ids are in the prompt. `positions`:
+        those of the tokens from the first on, ascending, where they are not their numbers: RoPE turns by them, and
+        attention sees their distances. ContextError when the prompt leaves no room for a token.
         """
         self._reply = None
         ids = self._checked(input_ids, embeddings)
@@ -204,7 +207,7 @@ class StreamingGenerator:
         healed = self._take_healed(ids, extras)
         limits = self._limits(extras, healed, continuing)
         self._use(adapters, embeddings)
-        cached = self._reuse(ids)
+        cached = self._reuse(ids, positions)
         longest = min(self._cache.capacity, len(ids) + (max_new_tokens or self._cache.capacity))
         decoder = self._decoders.choose(settings, ids, longest, limits)
 
@@ -353,11 +356,13 @@ class StreamingGenerator:
         if not self._cache.claim(self) or self._cache.length != self._filled:
             self._cache.truncate(0)
             self._filled = 0
+        self._cache.place(self._positions)
 
-    def _reuse(self, ids: list[int]) -> int:
+    def _reuse(self, ids: list[int], positions: Sequence[int]) -> int:
         """Make `ids` the sequence and cut the cache to what they share with the last one; that length."""
+        self._positions = tuple(positions)
         self._claim()
-        common = common_prefix(self.tokens[: self._filled], ids[:-1])
+        common = common_prefix(self.tokens[: self._cache.length], ids[:-1])
         self._cache.truncate(common)
         self._filled = common
         self.tokens = ids
