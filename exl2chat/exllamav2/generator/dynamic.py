@@ -71,7 +71,7 @@ class ExLlamaV2DynamicJob:
             tuple(map(row_of, prompts)), max_new_tokens, sampling, StopConditions.of(stop_conditions or ()),
             min_new_tokens, guidance, token_healing, tuple(banned_strings or ()), None, filter_prefer_eos,
             decode_special_tokens, return_top_tokens, return_probs, return_logits, hooks,
-            tuple(marks_of(embeddings).values()),
+            embeddings=tuple(marks_of(embeddings).values()),
         )  # fmt: skip
 
     def get_max_seq_len(self) -> int:
