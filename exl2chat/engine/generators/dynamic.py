@@ -7,7 +7,7 @@ seed, position and token, and its sampler's memory is its own.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from exl2chat.engine.cache import PAGE, KVCache
 from exl2chat.engine.executor import Executor
@@ -64,6 +64,8 @@ class DynamicGenerator:
         ContextError for one that the cache could never hold, ChatError when too many are waiting."""
         for prompt in job.prompts:
             self._check(prompt, job.max_new_tokens)
+        if job.constraint is not None:
+            job = replace(job, constraint=job.constraint.clone())
         task = Task(job, self.language)
         limit = job.max_new_tokens + bool(job.banned)  # so that the scheduler lets the last token be taken back
         serial = self._scheduler.enqueue(task.prompts, limit, self._salt)
@@ -154,8 +156,8 @@ class DynamicGenerator:
             raise
         self._scheduler.commit(plan, sampled)
         results = [*started, *failed, *self._prefilled(plan)]
-        for serial in sampled:
-            results += self._advance(serial)
+        for serial, (token,) in sampled.items():
+            results += self._advance(serial, token)
         if not self._jobs:
             self._executor.copy(self._scheduler.defragment())
         return results
@@ -190,7 +192,7 @@ class DynamicGenerator:
                 job.times.drew = time.perf_counter()
                 job.cached = self._scheduler.progress(serial).cached
             try:
-                sampled[serial] = [job.task.draw(logits[places])]
+                sampled[serial] = [job.task.chooser.draw(logits[places])]
             except Exception as error:  # of a filter or a hook, too
                 failed.append(Failed(serial, error, job.task.text))
                 self.cancel(serial)
@@ -199,16 +201,16 @@ class DynamicGenerator:
     def _prefilled(self, plan: StepPlan) -> list[Result]:
         results: list[Result] = []
         for serial in dict.fromkeys(row.job for row in plan.prefill):
-            if serial in self._jobs and not self._jobs[serial].task.reply:
+            if serial in self._jobs and self._jobs[serial].task.chooser.count == 0:
                 progress = self._scheduler.progress(serial)
                 results.append(Prefilled(serial, progress.computed, progress.total))
         return results
 
-    def _advance(self, serial: int) -> list[Result]:
-        """What the token just drawn adds to a reply."""
+    def _advance(self, serial: int, token: int) -> list[Result]:
+        """What a token just drawn adds to a reply."""
         job = self._jobs[serial]
         try:
-            advance = job.task.advance()
+            advance = job.task.push(token)
         except Exception as error:
             self.cancel(serial)
             return [Failed(serial, error, job.task.text)]
@@ -228,8 +230,8 @@ def _final(job: _Running, end: End) -> Final:
     return Final(
         end.reason,
         job.task.text,
-        job.task.seed,
-        new_tokens=len(job.task.reply),
+        job.task.chooser.seed,
+        new_tokens=job.task.chooser.count,
         prompt_tokens=len(job.task.prompts[0]),
         cached_tokens=job.cached,
         waited=times.started - times.enqueued,
