@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import cached_property
 
-from exl2chat.engine.cache import BITS, KVCache
+from exl2chat.engine.cache import BITS, PAGE, KVCache
 from exl2chat.errors import UsageError
 from exl2chat.exllamav2.model import ExLlamaV2
 from exl2chat.exllamav2.unsupported import refuse_set, unsupported
@@ -41,8 +41,9 @@ class ExLlamaV2Cache:
 
     @property
     def capacity(self) -> int:
-        """Tokens of all sequences together."""
-        return self.batch_size * self.max_seq_len
+        """Tokens of all sequences together, each of which has pages of its own."""
+        pages = -(-self.max_seq_len // PAGE)
+        return self.max_seq_len if self.batch_size == 1 else self.batch_size * pages * PAGE
 
     @cached_property
     def kv(self) -> KVCache:

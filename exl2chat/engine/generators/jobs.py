@@ -1,6 +1,6 @@
 """What a dynamic generator is asked for, and what it answers: jobs and their results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -8,12 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exl2chat.engine.constraints import Constraint
+from exl2chat.engine.embeddings import InputEmbeddings
 from exl2chat.engine.samplers.candidates import Candidates
 from exl2chat.engine.stopping import StopConditions
 from exl2chat.errors import UsageError
 from exl2chat.settings import Sampling
 
-EndReason = Literal["stop_token", "stop_string", "max_new_tokens", "end_filter"]
+EndReason = Literal["stop_token", "stop_string", "max_new_tokens", "end_filter", "context", "stopped"]
 
 
 @dataclass(slots=True)
@@ -36,10 +37,12 @@ class Job:
     prompts: the ids of one text; or of two with `guidance` g, whose log-probabilities are added as g times the first
     and 1 - g times the second. `sampling.seed` None draws a seed, which `Final` tells.
     min_new_tokens: no stop id is drawn before. heal: the prompt's last token is taken off, and the first of the reply
-    begins with its text. banned: texts that the reply will not contain, in whatever case. constraint: several jobs may
-    have the same, each works on a copy. prefer_end: the reply ends as soon as the constraint allows it to. special:
-    special tokens are part of the text.
-    top_tokens, probabilities, logits: what each token's result shall tell beside the token.
+    begins with its text, unless it is the only one, hidden, or no whole characters. banned: texts that the reply will
+    not contain, in whatever case. constraint: several jobs may have the same, each works on a copy. prefer_end: the
+    reply ends as soon as the constraint allows it to. special: special tokens are part of the text. continuing: the
+    prompt ends in the middle of a text, so that the space before the first word is text too.
+    top_tokens, probabilities, logits: what each token's result shall tell beside the token. embeddings: those whose ids
+    are in the prompts.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -49,7 +52,7 @@ class Job:
     min_new_tokens: int = 0
     guidance: float | None = None
     heal: bool = False
-    banned: tuple[str, ...] = ()
+    banned: Collection[str] = ()
     constraint: Constraint | None = None
     prefer_end: bool = False
     special: bool = False
@@ -57,12 +60,12 @@ class Job:
     probabilities: bool = False
     logits: bool = False
     hooks: tuple[Callable[[Choice], None], ...] = ()
+    continuing: bool = True
+    embeddings: tuple[InputEmbeddings, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.prompts) != (1 if self.guidance is None else 2):
             raise UsageError(f"a job of {len(self.prompts)} prompts", "give one, or two and a guidance scale")
-        if "" in self.banned:
-            raise UsageError("a banned string is empty", "leave it out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,8 @@ class Token:
 @dataclass(frozen=True, slots=True)
 class Final:
     """How a job ended. text: all of the reply. `token` or `string` is what ended it; `withheld` tokens are those of
-    which a stop string has a part. new_tokens counts a stop id too. Seconds spent waiting, reading and writing."""
+    which a stop string has a part. new_tokens counts a stop id too. Seconds spent waiting, reading and writing. Of
+    the tokens `drafted`, those `accepted` became part of the reply."""
 
     reason: EndReason
     text: str
@@ -111,11 +115,13 @@ class Final:
     string: str | None = None
     withheld_text: str = ""
     withheld: tuple[Token, ...] = ()
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """What one step added to a reply; "" while a character, a stop string or a banned string may be forming.
+    """What a token added to a reply; "" while a character, a stop string or a banned string may be forming.
 
     `suppressed` tokens spelled a banned string and were taken back.
     """

@@ -5,6 +5,7 @@ from dataclasses import replace
 from threading import Event
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from exl2chat.engine.generators.dynamic import MANY, DynamicGenerator
@@ -14,6 +15,7 @@ from exl2chat.engine.stopping import StopConditions
 from exl2chat.engine.transformer import prefill_chunk
 from exl2chat.errors import ContextError, UsageError
 from exl2chat.exllamav2.cache import ExLlamaV2Cache
+from exl2chat.exllamav2.embedding import ExLlamaV2MMEmbedding, encode_prompt, marks_of
 from exl2chat.exllamav2.generator.requests import engine_constraint, engine_settings, is_set, row_of
 from exl2chat.exllamav2.generator.results import Record, record_of
 from exl2chat.exllamav2.generator.sampler import ExLlamaV2Sampler
@@ -52,11 +54,11 @@ class ExLlamaV2DynamicJob:
         token_healing: bool = False,
         identifier: object = None,
         banned_strings: Sequence[str] | None = None,
-        embeddings: object = None,
+        embeddings: Sequence[ExLlamaV2MMEmbedding] | None = None,
         **kwargs: Any,
     ) -> None:
         """ValueError for a stop condition that is neither a token id nor a string."""
-        refuse_set("ExLlamaV2DynamicJob", embeddings=embeddings, **kwargs)
+        refuse_set("ExLlamaV2DynamicJob", **kwargs)
         if max_skips != DEFAULT_SKIPS:
             raise unsupported(f"ExLlamaV2DynamicJob: max_skips {max_skips}")
         if isinstance(banned_strings, str):
@@ -70,6 +72,7 @@ class ExLlamaV2DynamicJob:
             tuple(map(row_of, prompts)), max_new_tokens, sampling, StopConditions.of(stop_conditions or ()),
             min_new_tokens, guidance, token_healing, tuple(banned_strings or ()), None, filter_prefer_eos,
             decode_special_tokens, return_top_tokens, return_probs, return_logits, hooks,
+            embeddings=tuple(marks_of(embeddings).values()),
         )  # fmt: skip
 
     def get_max_seq_len(self) -> int:
@@ -96,7 +99,7 @@ class ExLlamaV2DynamicGenerator:
         max_q_size: int = 8,
         draft_model: ExLlamaV2 | None = None,
         draft_cache: ExLlamaV2Cache | None = None,
-        num_draft_tokens: int = 4,  # noqa: ARG002
+        num_draft_tokens: int = 4,
         use_ngram_draft: bool = False,
         max_ngram: int = 4,  # noqa: ARG002
         max_sampling_threads: int = 16,  # noqa: ARG002
@@ -106,18 +109,29 @@ class ExLlamaV2DynamicGenerator:
         **kwargs: Any,
     ) -> None:
         """max_batch_size sequences run at a time (None: config.max_input_len // max_q_size), none longer than
-        max_seq_len (None: the cache); max_chunk_size tokens of prompts are read in a step.
+        max_seq_len (None: the cache); max_chunk_size tokens of prompts are read in a step. Up to num_draft_tokens are
+        drafted at a time, by draft_model over draft_cache (None: one as long as the cache) or by n-grams.
 
-        The sizes of drafts matter only with a draft. Threads, paged and filter_background_eval change no result here:
-        pages work on every device, and sampling is done in one thread.
+        max_ngram, threads, paged and filter_background_eval change no result here: pages work on every device, and
+        sampling is done in one thread.
         """
-        where = "ExLlamaV2DynamicGenerator"
-        refuse_set(where, draft_model=draft_model, draft_cache=draft_cache, use_ngram_draft=use_ngram_draft, **kwargs)
+        refuse_set("ExLlamaV2DynamicGenerator", **kwargs)
+        if draft_model and use_ngram_draft:
+            raise UsageError("a draft model and use_ngram_draft exclude each other", "leave one of them out")
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self.max_seq_len = max_seq_len or cache.max_seq_len
         batch = max_batch_size or max(1, model.config.max_input_len // max_q_size)
-        limits = Limits(batch=batch, queue=MANY, chunk=max_chunk_size or prefill_chunk(model.transformer.device))
-        self.engine = DynamicGenerator(model.transformer, cache.kv, tokenizer.native, limits)
+        drafts = num_draft_tokens if draft_model or use_ngram_draft else 0
+        chunk = max_chunk_size or prefill_chunk(model.transformer.device)
+        self.engine = DynamicGenerator(
+            model.transformer,
+            cache.kv,
+            tokenizer.native,
+            Limits(batch=batch, queue=MANY, chunk=chunk, drafts=drafts),
+            draft_model.transformer if draft_model else None,
+            draft_cache.kv if draft_cache else None,
+            "draft" if draft_model else "ngram" if use_ngram_draft else "off",
+        )
         self._jobs: dict[int, ExLlamaV2DynamicJob] = {}
 
     def warmup(self) -> None:
@@ -195,37 +209,40 @@ class ExLlamaV2DynamicGenerator:
         filters: Sequence[Any] | None = None,
         filter_prefer_eos: bool = False,
         return_last_results: bool = False,
-        embeddings: object = None,
+        embeddings: Sequence[Any] | None = None,
         banned_strings: Sequence[str] | None = None,
         **kwargs: Any,
     ) -> Any:
         """The prompt's text with what follows, or that alone with completion_only; a list for a list of prompts; None
         once abort_event is set. A tuple of two is a pair for cfg_scale, whose first text counts.
 
-        The seed grows by one per prompt. gen_settings is one for all or one each; so are filters, lists of filters
-        where each prompt has its own. With return_last_results (texts, last results). A job that fails raises its
-        error, and UsageError is raised while other jobs remain.
+        The seed grows by one per prompt. gen_settings is one for all or one each; so are filters and embeddings, lists
+        of lists where each prompt has its own. With return_last_results (texts, last results). A job that fails raises
+        its error, and UsageError is raised while other jobs remain.
         """
-        refuse_set("ExLlamaV2DynamicGenerator.generate", embeddings=embeddings, **kwargs)
+        refuse_set("ExLlamaV2DynamicGenerator.generate", **kwargs)
         prompts = cast(list[Prompt], [prompt] if isinstance(prompt, str | tuple) else list(prompt))
         settings = list(gen_settings) if isinstance(gen_settings, Sequence) else [gen_settings] * len(prompts)
-        own_filters = _each(filters, len(prompts))
-        if len(settings) != len(prompts) or len(own_filters) != len(prompts):
-            raise UsageError("gen_settings or filters are not as many as the prompts", "give one for all, or one each")
+        own_filters, own_embeddings = _each(filters, len(prompts)), _each(embeddings, len(prompts))
+        if {len(settings), len(own_filters), len(own_embeddings)} != {len(prompts)}:
+            raise UsageError(
+                "gen_settings, filters or embeddings are not as many as the prompts", "give one for all, or one each"
+            )
         if self.engine.remaining:
             raise UsageError(f"{self.engine.remaining} jobs have not ended", "iterate until they have")
         jobs = []
         for number, text in enumerate(prompts):
             texts = [text] if isinstance(text, str) else text
+            marks = marks_of(own_embeddings[number])
             ids = [
-                cast(Tensor, self.tokenizer.encode(each, add_bos, encode_special_tokens=encode_special_tokens))
+                torch.tensor(encode_prompt(self.tokenizer.native, each, marks, encode_special_tokens, add_bos))
                 for each in texts
             ]
             job = ExLlamaV2DynamicJob(
                 ids, max_new_tokens, min_new_tokens, DEFAULT_SKIPS, settings[number],
                 None if seed is None else seed + number, stop_conditions, decode_special_tokens,
                 filters=own_filters[number], filter_prefer_eos=filter_prefer_eos, token_healing=token_healing,
-                banned_strings=banned_strings,
+                banned_strings=banned_strings, embeddings=own_embeddings[number],
             )  # fmt: skip
             jobs.append(job)
         last = self._run(jobs, abort_event)
@@ -255,8 +272,8 @@ class ExLlamaV2DynamicGenerator:
         return [last[serial] for serial in serials]
 
 
-def _each(filters: Sequence[Any] | None, count: int) -> list[Any]:
-    """The filters of every prompt."""
-    if filters and any(isinstance(each, list) for each in filters):
-        return list(filters)
-    return [filters] * count
+def _each(given: Sequence[Any] | None, count: int) -> list[Any]:
+    """The filters or embeddings of every prompt."""
+    if given and any(isinstance(each, list) for each in given):
+        return list(given)
+    return [given] * count

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from threading import Event
 from typing import Any
 
@@ -9,10 +10,16 @@ import torch
 from torch import Tensor
 
 from exl2chat.engine.drafting import Speculate
+from exl2chat.engine.embeddings import InputEmbeddings
+from exl2chat.engine.generators.jobs import Job
 from exl2chat.engine.generators.streaming import Extras, StreamingGenerator, StreamResult
 from exl2chat.engine.stopping import StopConditions
+from exl2chat.errors import ContextError, UsageError
 from exl2chat.exllamav2.cache import ExLlamaV2Cache
+from exl2chat.exllamav2.embedding import Embeddings, spliced
 from exl2chat.exllamav2.generator.filters import ExLlamaV2Filter, constraint_of
+from exl2chat.exllamav2.generator.job_stream import JobStream
+from exl2chat.exllamav2.generator.requests import attended, engine_settings, is_set, unpadded
 from exl2chat.exllamav2.generator.sampler import ExLlamaV2Sampler
 from exl2chat.exllamav2.lora import Loras, scaled_loras
 from exl2chat.exllamav2.model import ExLlamaV2
@@ -45,6 +52,7 @@ class ExLlamaV2StreamingGenerator:
         self._earlier = (0, 0, 0)
         self._reply_tokens = 0
         self._generator = self._make()
+        self._stream: StreamingGenerator | JobStream = self._generator
         self.set_stop_conditions(tokenizer.eos_ids)
 
     def _make(self) -> StreamingGenerator:
@@ -59,7 +67,7 @@ class ExLlamaV2StreamingGenerator:
     @property
     def sequence_ids(self) -> Tensor:
         """Prompt and reply so far, int64 [1, n]."""
-        return torch.tensor([self._generator.tokens], dtype=torch.int64)
+        return torch.tensor([self._stream.tokens], dtype=torch.int64)
 
     @property
     def speculative_ngram(self) -> bool:
@@ -71,7 +79,7 @@ class ExLlamaV2StreamingGenerator:
     def speculative_ngram(self, value: bool) -> None:
         if value != self._ngram:
             self._ngram = value
-            self._generator = self._make()
+            self._stream = self._generator = self._make()
             self._generator.set_stop_conditions([*self.stop_tokens, *self.stop_strings])
 
     def reset_sd_stats(self) -> None:
@@ -87,7 +95,7 @@ class ExLlamaV2StreamingGenerator:
 
     def _counted(self) -> tuple[int, int, int]:
         """Tokens, drafts and accepted drafts of the earlier replies and this one."""
-        (tokens, drafted, accepted), now = self._earlier, self._generator.speculated
+        (tokens, drafted, accepted), now = self._earlier, self._stream.speculated
         return tokens + self._reply_tokens, drafted + now.drafted, accepted + now.accepted
 
     def warmup(self) -> None:
@@ -96,7 +104,7 @@ class ExLlamaV2StreamingGenerator:
 
     def full(self) -> bool:
         """Whether the sequence has reached the end of the cache."""
-        return len(self._generator.tokens) >= self.cache.max_seq_len
+        return len(self._stream.tokens) >= self.cache.max_seq_len
 
     def set_stop_conditions(self, stop_conditions: Collection[int | str]) -> None:
         """Token ids and strings that end a reply; ValueError on anything else. Replaces what held before."""
@@ -139,7 +147,7 @@ class ExLlamaV2StreamingGenerator:
         return_top_tokens: int = 0,
         return_logits: bool = False,
         abort_event: Event | None = None,
-        input_embeddings: Tensor | None = None,
+        input_embeddings: Embeddings = None,
         decode_special_tokens: bool = False,
         banned_strings: list[str] | None = None,
         filters: Sequence[ExLlamaV2Filter] | None = None,
@@ -150,12 +158,16 @@ class ExLlamaV2StreamingGenerator:
 
         With token_healing the first token of the reply takes the place of the prompt's last one: it repeats that
         one's text, and only what it adds to that is in a chunk. filter_prefer_eos: take an EOS token as soon as all
-        filters let one pass.
+        filters let one pass. input_embeddings: `ExLlamaV2MMEmbedding`s whose ids are in the prompt; or a tensor [1, N,
+        hidden], for whose rows ids from EMBEDDING_INDEX on stand there. input_mask, position_offsets: see `attended`;
+        what is hidden is no part of `sequence_ids` either. With cfg_scale there are two prompts [2, n], and the cache has a
+        batch_size of 2; `sequence_ids` is that of the first.
         """
-        refuse_set(Begin, input_mask=input_mask, position_offsets=position_offsets)
-        refuse_set(Begin, input_embeddings=input_embeddings, **kwargs)
+        refuse_set(Begin, **kwargs)
         self._earlier, self._reply_tokens = self._counted(), 0
         self.abort_event = abort_event
+        input_ids, embeddings = spliced(input_ids, input_embeddings)
+        adapters, abort = scaled_loras(loras), is_set(abort_event)
         self._extras = Extras(
             constraint=constraint_of(self.tokenizer, filters or gen_settings.filters or ()),
             prefer_end=filter_prefer_eos,
@@ -165,14 +177,52 @@ class ExLlamaV2StreamingGenerator:
             return_top_tokens=return_top_tokens,
             return_logits=return_logits,
         )
+        if gen_settings.cfg_scale is not None or gen_settings.post_sampling_hooks:
+            prompts = unpadded(input_ids, input_mask, position_offsets)
+            job = self._job(prompts, gen_settings, decode_special_tokens, embeddings)
+            self._stream = self._jobs
+            self._jobs.begin(job, adapters, abort)
+            return
+        input_ids, positions = attended(input_ids, input_mask, position_offsets)
+        self._stream = self._generator
         self._generator.begin_stream_ex(
             input_ids,
             gen_settings.sampling(seed=random.getrandbits(63)),
-            abort=lambda: abort_event is not None and abort_event.is_set(),
+            abort=abort,
             decode_special_tokens=decode_special_tokens,
             extras=self._extras,
-            adapters=scaled_loras(loras),
+            adapters=adapters,
+            embeddings=embeddings,
+            positions=positions,
         )
+
+    @cached_property
+    def _jobs(self) -> JobStream:
+        return JobStream(self.model, self.cache, self.tokenizer)
+
+    def _job(
+        self,
+        prompts: tuple[tuple[int, ...], ...],
+        settings: ExLlamaV2Sampler.Settings,
+        special: bool,
+        embeddings: tuple[InputEmbeddings, ...],
+    ) -> Job:
+        """A reply that `settings` guides or hooks see. ContextError where the cache has no room for it."""
+        sampling, guidance, hooks = engine_settings(settings, None)
+        if len(prompts) > self.cache.batch_size:
+            raise UsageError(f"{len(prompts)} prompts in a cache for one", f"make it with batch_size={len(prompts)}")
+        extras, longest = self._extras, max(map(len, prompts))
+        room = self.cache.max_seq_len - longest - bool(extras.banned_strings)
+        if room < 1:
+            raise ContextError(
+                f"a prompt of {longest} tokens leaves no room in a cache for {self.cache.max_seq_len}", "shorten it"
+            )
+        stops = StopConditions(frozenset(self.stop_tokens), tuple(self.stop_strings))
+        return Job(
+            prompts, room, sampling, stops, 0, guidance, extras.token_healing, extras.banned_strings,
+            extras.constraint, extras.prefer_end, special, extras.return_top_tokens, extras.return_probabilities,
+            extras.return_logits, hooks, continuing=False, embeddings=embeddings,
+        )  # fmt: skip
 
     def stream_ex(self, ban_tokens: list[int] | None = None, **kwargs: Any) -> dict[str, Any]:
         """One more token, which is none of `ban_tokens`.
@@ -183,7 +233,7 @@ class ExLlamaV2StreamingGenerator:
         Probabilities are those of what the settings leave.
         """
         refuse_set("ExLlamaV2StreamingGenerator.stream_ex", **kwargs)
-        result = self._generator.stream_ex(ban_tokens or ())
+        result = self._stream.stream_ex(ban_tokens or ())
         self._reply_tokens = result.reply_tokens
         answer = {
             "chunk": result.text,
