@@ -23,6 +23,7 @@ from exl2chat.exllamav2.lora import Loras, scaled_loras
 from exl2chat.exllamav2.model import ExLlamaV2
 from exl2chat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exl2chat.exllamav2.unsupported import refuse_set, unsupported
+from exl2chat.exllamav2.util import JobSequence, SeqTensor
 
 Prompt = str | tuple[str, str]
 DEFAULT_SKIPS = 4
@@ -74,6 +75,11 @@ class ExLlamaV2DynamicJob:
             decode_special_tokens, return_top_tokens, return_probs, return_logits, hooks,
             embeddings=tuple(marks_of(embeddings).values()),
         )  # fmt: skip
+
+    @property
+    def sequences(self) -> list[JobSequence]:
+        """Its prompts."""
+        return [JobSequence(SeqTensor(torch.tensor([prompt]))) for prompt in self._job.prompts]
 
     def get_max_seq_len(self) -> int:
         """Tokens of the longest sequence that this job can lead to."""

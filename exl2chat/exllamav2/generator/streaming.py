@@ -19,7 +19,7 @@ from exl2chat.exllamav2.cache import ExLlamaV2Cache
 from exl2chat.exllamav2.embedding import Embeddings, spliced
 from exl2chat.exllamav2.generator.filters import ExLlamaV2Filter, constraint_of
 from exl2chat.exllamav2.generator.job_stream import JobStream
-from exl2chat.exllamav2.generator.requests import attended, engine_settings, is_set, unpadded
+from exl2chat.exllamav2.generator.requests import attended, engine_settings, is_set, row_of, unpadded
 from exl2chat.exllamav2.generator.sampler import ExLlamaV2Sampler
 from exl2chat.exllamav2.lora import Loras, scaled_loras
 from exl2chat.exllamav2.model import ExLlamaV2
@@ -47,7 +47,7 @@ class ExLlamaV2StreamingGenerator:
         """Stops at the EOS ids of config and tokenizer. num_speculative_tokens matters only with drafts."""
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self._drafts = draft_model, draft_cache, num_speculative_tokens
-        self._ngram = False
+        self._ngram, self._known = False, tuple[int, ...]()
         self._extras = Extras()
         self._earlier = (0, 0, 0)
         self._reply_tokens = 0
@@ -61,7 +61,7 @@ class ExLlamaV2StreamingGenerator:
         speculate: Speculate = "ngram" if self._ngram else "draft" if draft else "off"
         return StreamingGenerator(
             self.model.transformer, self.cache.kv, self.tokenizer.native, draft.transformer if draft else None,
-            cache.kv if cache else None, count, speculate,
+            cache.kv if cache else None, count, speculate, self._known,
         )  # fmt: skip
 
     @property
@@ -79,8 +79,16 @@ class ExLlamaV2StreamingGenerator:
     def speculative_ngram(self, value: bool) -> None:
         if value != self._ngram:
             self._ngram = value
-            self._stream = self._generator = self._make()
-            self._generator.set_stop_conditions([*self.stop_tokens, *self.stop_strings])
+            self._renew()
+
+    def ngram_preload(self, input_ids: Tensor) -> None:
+        """Drafts by n-grams may come from `input_ids` [1, n] too, a text of the kind that will be written."""
+        self._known = row_of(input_ids)
+        self._renew()
+
+    def _renew(self) -> None:
+        self._stream = self._generator = self._make()
+        self.set_stop_conditions([*self.stop_tokens, *self.stop_strings])
 
     def reset_sd_stats(self) -> None:
         """Count drafts from here on."""
@@ -160,8 +168,8 @@ class ExLlamaV2StreamingGenerator:
         one's text, and only what it adds to that is in a chunk. filter_prefer_eos: take an EOS token as soon as all
         filters let one pass. input_embeddings: `ExLlamaV2MMEmbedding`s whose ids are in the prompt; or a tensor [1, N,
         hidden], for whose rows ids from EMBEDDING_INDEX on stand there. input_mask, position_offsets: see `attended`;
-        what is hidden is no part of `sequence_ids` either. With cfg_scale there are two prompts [2, n], and the cache has a
-        batch_size of 2; `sequence_ids` is that of the first.
+        what is hidden is no part of `sequence_ids` either. With cfg_scale there are two prompts [2, n], of which the
+        first is in `sequence_ids`, and a cache with a batch_size of 2.
         """
         refuse_set(Begin, **kwargs)
         self._earlier, self._reply_tokens = self._counted(), 0
