@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from exl2chat.engine.cache import KVCache
+from exl2chat.engine.embeddings import InputEmbeddings
 from exl2chat.engine.paged_cache import PagedCache
 from exl2chat.engine.pages import PageCopy
 from exl2chat.engine.scheduler import Row, StepPlan
@@ -44,15 +45,20 @@ class Executor:
         logits: NDArray[np.float32] = self._step(plan.decode, last_only=False).cpu().numpy()
         return logits
 
+    def embed(self, embedded: tuple[InputEmbeddings, ...]) -> None:
+        """The embeddings of all jobs in the next step."""
+        if embedded != self._model.embedded:
+            self._model = replace(self._model, embedded=embedded)
+
     @torch.inference_mode()
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Page copies outside of a step."""
         self._paged.copy(copies)
 
     def _step(self, rows: Sequence[Row], last_only: bool) -> Tensor:
-        tokens = torch.tensor([token for row in rows for token in row.tokens], device=self._model.device)
+        inputs = self._model.inputs([token for row in rows for token in row.tokens])
         model = replace(self._model, ops=_PagedOps(self._model.ops, self._paged, rows))
-        return model.step(tokens, self._paged.cache, last_only)
+        return model.step(inputs, self._paged.cache, last_only)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from exl2chat.engine.cache import PAGE, KVCache
+from exl2chat.engine.embeddings import InputEmbeddings, check_prompt
 from exl2chat.engine.executor import Executor
 from exl2chat.engine.generators.jobs import Failed, Final, Job, Prefilled, Result, Started, Streamed, Times
 from exl2chat.engine.generators.language import Language
@@ -63,7 +64,7 @@ class DynamicGenerator:
         """The serial of a new job, whose results `iterate` will bring. UsageError for one that makes no sense,
         ContextError for one that the cache could never hold, ChatError when too many are waiting."""
         for prompt in job.prompts:
-            self._check(prompt, job.max_new_tokens)
+            self._check(prompt, job)
         if job.constraint is not None:
             job = replace(job, constraint=job.constraint.clone())
         task = Task(job, self.language)
@@ -72,11 +73,11 @@ class DynamicGenerator:
         self._jobs[serial] = _Running(task, Times(time.perf_counter()))
         return serial
 
-    def _check(self, prompt: Sequence[int], new: int) -> None:
+    def _check(self, prompt: Sequence[int], job: Job) -> None:
+        new = job.max_new_tokens
         if not prompt:
             raise UsageError("the prompt has no tokens", "give at least one")
-        if min(prompt) < 0 or max(prompt) >= self.language.size:
-            raise UsageError("the prompt has token ids that are no tokens", f"ids are 0 to {self.language.size - 1}")
+        check_prompt(prompt, self.language.size, self._model.config.hidden_size, job.embeddings)
         if len(prompt) + new > self._cache.capacity:
             raise ContextError(
                 f"a prompt of {len(prompt)} tokens and {new} more do not fit a cache of {self._cache.capacity}",
@@ -180,6 +181,7 @@ class DynamicGenerator:
 
     def _draw(self, plan: StepPlan) -> tuple[dict[int, list[int]], list[Result]]:
         """The tokens of this step by job; and the jobs that can have none, which are ended."""
+        self._executor.embed(self._embedded(plan))
         logits = self._executor.run(plan)
         rows: dict[int, list[int]] = {}
         for n, row in enumerate(plan.decode):
@@ -197,6 +199,12 @@ class DynamicGenerator:
                 failed.append(Failed(serial, error, job.task.text))
                 self.cancel(serial)
         return sampled, failed
+
+    def _embedded(self, plan: StepPlan) -> tuple[InputEmbeddings, ...]:
+        """What the jobs of `plan` have in their prompts, each once."""
+        jobs = {row.job for row in (*plan.prefill, *plan.decode)}
+        known = {one.ids: one for serial in jobs for one in self._jobs[serial].task.job.embeddings}
+        return tuple(known.values())
 
     def _prefilled(self, plan: StepPlan) -> list[Result]:
         results: list[Result] = []
