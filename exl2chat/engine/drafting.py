@@ -39,7 +39,9 @@ class SuffixDrafter:
     Needs no training. After 8192 tokens a miss takes 2 us, a match with RECENT long passages 50.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Sequence[int] = ()) -> None:
+        """Drafts may come from `known` too, a text that stands before every sequence."""
+        self._known = list(known)
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], list[int]] = {}
 
@@ -47,7 +49,7 @@ class SuffixDrafter:
         """Nothing depends on how tokens are drawn."""
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        self._follow(tokens)
+        self._follow([*self._known, *tokens] if self._known else tokens)
         ends = self._ends.get(tuple(self._tokens[-SHORTEST:]), [])
         earlier = [end for end in ends[-RECENT - 1 :] if end < len(self._tokens)]
         if not earlier:
@@ -131,23 +133,37 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def choose_drafter(
-    speculate: Speculate, model: Transformer, draft: Transformer | None, draft_cache: KVCache | None, size: int
+    speculate: Speculate,
+    model: Transformer,
+    draft: Transformer | None,
+    draft_cache: KVCache | None,
+    size: int,
+    known: Sequence[int] = (),
 ) -> Drafter | None:
-    """The drafter for `model`, which draws from `size` ids. "auto" is the draft model where there is one, and n-grams
+    """The drafter of one reply at a time: see `choose_drafts`. N-grams may be those of `known` too."""
+    kind = choose_drafts(speculate, model, draft, size)
+    if kind == "draft" and draft is not None and draft_cache is not None:
+        return ModelDrafter(draft, draft_cache, size)
+    return SuffixDrafter(known) if kind == "ngram" else None
+
+
+def choose_drafts(
+    speculate: Speculate, model: Transformer, draft: Transformer | None, size: int
+) -> Literal["draft", "ngram"] | None:
+    """What drafts for `model`, which draws from `size` ids. "auto" is the draft model where there is one, and n-grams
     where they were measured to pay (`repays_rows`). UsageError where the draft model lacks some of the ids."""
-    if draft is None or draft_cache is None:
+    if draft is None:
         if speculate == "draft":
             raise UsageError("there is no draft model to speculate with", "name one with --draft-model")
-        ngram = speculate == "ngram" or (speculate == "auto" and repays_rows(model))
-        return SuffixDrafter() if ngram else None
+        return "ngram" if speculate == "ngram" or (speculate == "auto" and repays_rows(model)) else None
     if draft.config.vocab_size < size:
         raise UsageError(
             f"the draft model has {draft.config.vocab_size} tokens and the model {size}",
             "use a draft model of the same family, with the same tokenizer",
         )
     if speculate in ("auto", "draft"):
-        return ModelDrafter(draft, draft_cache, size)
-    return SuffixDrafter() if speculate == "ngram" else None
+        return "draft"
+    return "ngram" if speculate == "ngram" else None
 
 
 def repays_rows(model: Transformer) -> bool:

@@ -75,9 +75,9 @@ def streamed(subject: StreamingGenerator, ids: Sequence[int], sampling: Sampling
     return subject.tokens[-COUNT:]
 
 
-def dynamic(model: Transformer) -> DynamicGenerator:
-    limits = Limits(batch=8, queue=100, chunk=64)
-    return DynamicGenerator(model, model.new_cache(8 * PAGE), ByteTokenizer(), limits)  # type: ignore[arg-type]
+def dynamic(model: Transformer, drafts: int = 0, **more: Any) -> DynamicGenerator:
+    limits = Limits(batch=8, queue=100, chunk=64, drafts=drafts)
+    return DynamicGenerator(model, model.new_cache(8 * PAGE), ByteTokenizer(), limits, **more)  # type: ignore[arg-type]
 
 
 def job(
@@ -131,8 +131,10 @@ def test_a_row_at_the_end_of_a_prompt_is_not_healed(model: Transformer) -> None:
 def test_drafts_pass_over_rows(model: Transformer, drafts: str) -> None:
     """What followed the same words before was a picture; and a draft model does not see it."""
     ids = [*TEXT, *PICTURE.ids, *TEXT]
-    more = {"draft_model": model} if drafts == "draft" else {}
-    assert streamed(stream(model, speculate=drafts, **more), ids) == streamed(stream(model, speculate="off"), ids)
+    more: dict[str, Any] = {"draft_model": model} if drafts == "draft" else {}
+    expected = streamed(stream(model, speculate="off"), ids)
+    assert streamed(stream(model, speculate=drafts, **more), ids) == expected
+    assert replies(dynamic(model, drafts=4, speculate=drafts, **more), [job(ids), job(TEXT)])[0] == expected
 
 
 def test_a_stream_keeps_what_is_before_another_picture(model: Transformer) -> None:

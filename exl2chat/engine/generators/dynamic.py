@@ -7,14 +7,20 @@ seed, position and token, and its sampler's memory is its own.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
+import numpy as np
+from numpy.typing import NDArray
+
+from exl2chat.engine.batch_drafting import ModelDrafts, Rounds, SuffixDrafts
 from exl2chat.engine.cache import PAGE, KVCache
+from exl2chat.engine.drafting import Speculate, choose_drafts
 from exl2chat.engine.embeddings import InputEmbeddings, check_prompt
 from exl2chat.engine.executor import Executor
 from exl2chat.engine.generators.jobs import Failed, Final, Job, Prefilled, Result, Started, Streamed, Times
 from exl2chat.engine.generators.language import Language
-from exl2chat.engine.generators.task import End, Task
+from exl2chat.engine.generators.task import Advance, End, Task
 from exl2chat.engine.lora import Scaled, cache_salt, with_adapters
 from exl2chat.engine.pages import PageTable
 from exl2chat.engine.scheduler import Limits, Scheduler, StepPlan
@@ -34,6 +40,20 @@ class _Running:
     task: Task
     times: Times
     cached: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
+class _Written:
+    """The tokens of a job in one step, and what is to happen to it then."""
+
+    serial: int
+    drafted: int = 0
+    tokens: list[int] = field(default_factory=list)
+    accepted: int = 0
+    rewound: int = 0
+    over: bool = False
 
 
 class DynamicGenerator:
@@ -42,18 +62,36 @@ class DynamicGenerator:
     Another generator may use the cache between steps: what it holds is then read again.
     """
 
-    def __init__(self, model: Transformer, cache: KVCache, tokenizer: Tokenizer, limits: Limits | None = None) -> None:
-        """limits.drafts is 0. UsageError for a quantised cache."""
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        tokenizer: Tokenizer,
+        limits: Limits | None = None,
+        draft_model: Transformer | None = None,
+        draft_cache: KVCache | None = None,
+        speculate: Speculate = "auto",
+    ) -> None:
+        """With limits.drafts, up to so many tokens of each reply are drafted at a time, as `speculate` says
+        (`drafting.choose_drafts`). The draft model's cache, by default one as long as `cache`, is used by nobody else.
+        UsageError for a quantised cache."""
         limits = limits or Limits(batch=64, queue=MANY, chunk=prefill_chunk(model.device))
-        if limits.drafts:
-            raise UsageError("the dynamic generator does not draft yet", "leave limits.drafts at 0")
         self.language = Language(tokenizer, model.config.vocab_size)
         self._model, self._cache = model, cache
         self._executor = Executor(model, cache)
         self._salt = cache_salt(())
         self._scheduler = Scheduler(PageTable(self._executor.pages, PAGE), limits)
         self._jobs: dict[int, _Running] = {}
-        cache.truncate(0)
+        self._caches = [cache]
+        self._draft_model: ModelDrafts | None = None
+        drafts = choose_drafts(speculate, model, draft_model, self.language.size) if limits.drafts else None
+        if drafts == "draft" and draft_model is not None:
+            draft_cache = draft_cache or draft_model.new_cache(cache.capacity)
+            self._caches.append(draft_cache)
+            self._draft_model = ModelDrafts(draft_model, draft_cache, self._executor.pages, self.language.size)
+        drafter = SuffixDrafts() if drafts == "ngram" else self._draft_model
+        self._rounds = Rounds(drafter, limits.drafts) if drafter else None
+        self._empty()
 
     @property
     def remaining(self) -> int:
@@ -151,23 +189,43 @@ class DynamicGenerator:
         plan = self._scheduler.plan()
         try:
             started = self._start(plan)
-            sampled, failed = self._draw(plan)
+            step, logits = self._compute(plan)
         except BaseException:
             self._scheduler.reset()
             raise
-        self._scheduler.commit(plan, sampled)
-        results = [*started, *failed, *self._prefilled(plan)]
-        for serial, (token,) in sampled.items():
-            results += self._advance(serial, token)
+        written, results = self._write(plan, step, logits)
+        if self._rounds is not None:
+            self._rounds.end(plan, [each.drafted for each in written], [each.accepted for each in written])
         if not self._jobs:
-            self._executor.copy(self._scheduler.defragment())
-        return results
+            self._defragment()
+        return [*started, *results, *self._prefilled(plan)]
+
+    def _compute(self, plan: StepPlan) -> tuple[StepPlan, NDArray[np.float32]]:
+        """Carry out a step, with drafts behind the last tokens; it, and the logits of its decoding rows."""
+        self._executor.embed(self._embedded(plan))
+        if self._rounds is None:
+            return plan, self._executor.run(plan)
+        step = self._rounds.begin(plan, {serial: job.task.chooser for serial, job in self._jobs.items()})
+        logits = self._executor.run(step)
+        self._rounds.computed()
+        return step, logits
+
+    def _defragment(self) -> None:
+        copies = self._scheduler.defragment()
+        self._executor.copy(copies)
+        if self._draft_model is not None:
+            self._draft_model.copy(copies)
 
     def _claim(self) -> None:
-        """Whoever used the cache since the last step has overwritten its pages."""
-        if not self._cache.claim(self) or self._cache.length:
+        """Whoever used a cache since the last step has overwritten its pages."""
+        kept = [cache.claim(self) and cache.length == 0 for cache in self._caches]
+        if not all(kept):
             self._scheduler.reset()
-            self._cache.truncate(0)
+            self._empty()
+
+    def _empty(self) -> None:
+        for cache in self._caches:
+            cache.truncate(0)
 
     def _start(self, plan: StepPlan) -> list[Result]:
         """The jobs that began to run for the first time: one that lost its pages begins again without a word."""
@@ -179,26 +237,59 @@ class DynamicGenerator:
                 results.append(Started(serial))
         return results
 
-    def _draw(self, plan: StepPlan) -> tuple[dict[int, list[int]], list[Result]]:
-        """The tokens of this step by job; and the jobs that can have none, which are ended."""
-        self._executor.embed(self._embedded(plan))
-        logits = self._executor.run(plan)
-        rows: dict[int, list[int]] = {}
-        for n, row in enumerate(plan.decode):
-            rows.setdefault(row.job, []).append(n)
-        sampled: dict[int, list[int]] = {}
-        failed: list[Result] = []
-        for serial, places in rows.items():
-            job = self._jobs[serial]
-            if not job.times.drew:
-                job.times.drew = time.perf_counter()
-                job.cached = self._scheduler.progress(serial).cached
-            try:
-                sampled[serial] = [job.task.chooser.draw(logits[places])]
-            except Exception as error:  # of a filter or a hook, too
-                failed.append(Failed(serial, error, job.task.text))
-                self.cancel(serial)
-        return sampled, failed
+    def _write(
+        self, plan: StepPlan, step: StepPlan, logits: NDArray[np.float32]
+    ) -> tuple[list[_Written], list[Result]]:
+        """The tokens of this step, as far as the drafts in its rows are right. Whatever happens, the scheduler knows of
+        every one that a reply has."""
+        ends = accumulate(len(row.tokens) for row in step.decode)
+        places: dict[int, list[int]] = {}  # of each job, where in `logits` those of its tokens and drafts end
+        for row, end in zip(step.decode, ends, strict=True):
+            places.setdefault(row.job, []).append(end)
+        drafts = {new.job: new.tokens[len(old.tokens) :] for old, new in zip(plan.decode, step.decode, strict=True)}
+        written: list[_Written] = []
+        results: list[Result] = []
+        try:
+            for serial, at in places.items():
+                written.append(_Written(serial, len(drafts[serial])))
+                rows = logits[[range(end - 1 - len(drafts[serial]), end) for end in at]]
+                results += self._write_job(written[-1], rows, drafts[serial])
+        finally:
+            self._scheduler.commit(plan, {each.serial: each.tokens for each in written})
+            for each in written:
+                self._settle(each)
+        return written, results
+
+    def _write_job(self, written: _Written, rows: NDArray[np.float32], drafts: Sequence[int]) -> list[Result]:
+        """The tokens of one job from the logits [prompts, 1 + drafts, V], up to one that is not the draft."""
+        job = self._jobs[written.serial]
+        if not job.times.drew:
+            job.times.drew = time.perf_counter()
+            job.cached = self._scheduler.progress(written.serial).cached
+        job.drafted += len(drafts)
+        results: list[Result] = []
+        try:
+            for number in range(1 + len(drafts)):
+                token = job.task.chooser.draw(rows[:, number])
+                advance = job.task.push(token)
+                written.tokens.append(token)
+                right = number < len(drafts) and token == drafts[number]
+                written.accepted += right
+                job.accepted += right
+                written.rewound, written.over = advance.rewound, advance.end is not None
+                results += _streamed(written.serial, job, advance)
+                if written.over or written.rewound or not right:
+                    break
+        except Exception as error:  # of a filter or a hook, too
+            written.over = True
+            results.append(Failed(written.serial, error, job.task.text))
+        return results
+
+    def _settle(self, written: _Written) -> None:
+        if written.over:
+            self.cancel(written.serial)
+        elif written.rewound:
+            self._scheduler.rewind(written.serial, written.rewound)
 
     def _embedded(self, plan: StepPlan) -> tuple[InputEmbeddings, ...]:
         """What the jobs of `plan` have in their prompts, each once."""
@@ -214,23 +305,13 @@ class DynamicGenerator:
                 results.append(Prefilled(serial, progress.computed, progress.total))
         return results
 
-    def _advance(self, serial: int, token: int) -> list[Result]:
-        """What a token just drawn adds to a reply."""
-        job = self._jobs[serial]
-        try:
-            advance = job.task.push(token)
-        except Exception as error:
-            self.cancel(serial)
-            return [Failed(serial, error, job.task.text)]
-        if advance.rewound:
-            self._scheduler.rewind(serial, advance.rewound)
-        final = None
-        if advance.end is not None:
-            final = _final(job, advance.end)
-            self.cancel(serial)
-        if not advance.tokens and not advance.text and not advance.suppressed and final is None:
-            return []
-        return [Streamed(serial, advance.text, advance.tokens, advance.suppressed, final)]
+
+def _streamed(serial: int, job: _Running, advance: Advance) -> list[Result]:
+    """What a token adds to a reply, if it is anything."""
+    if not advance.tokens and not advance.text and not advance.suppressed and advance.end is None:
+        return []
+    final = _final(job, advance.end) if advance.end else None
+    return [Streamed(serial, advance.text, advance.tokens, advance.suppressed, final)]
 
 
 def _final(job: _Running, end: End) -> Final:
@@ -249,4 +330,6 @@ def _final(job: _Running, end: End) -> Final:
         string=end.string,
         withheld_text=end.withheld_text,
         withheld=end.withheld,
+        drafted=job.drafted,
+        accepted=job.accepted,
     )
