@@ -17,7 +17,7 @@ from exl2chat.errors import UsageError
 from exl2chat.model.tokenizer import Tokenizer
 
 FIRST_ID = 1 << 32  # ids below it are those of tokens
-IDS = 1 << 62  # two of 10,000 embeddings of 1000 rows share an id with probability 1e-8
+IDS = 1 << 62  # two of 10,000 embeddings of 1000 rows share an id with probability 2e-8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
