@@ -251,8 +251,11 @@ def test_guidance_has_room_for_both_prompts_or_says_so(make: Make) -> None:
     small = make(26, batch_size=2)
     text = guided(small, 0.5)
     assert (small.stream_ex()["stop_reason"], text != "") == ("context", True)
-    with pytest.raises(ContextError, match="no room"):
-        guided(make(10, batch_size=2), 0.5)
+    assert reply(small, count=99) != ""
+    assert small.full()  # one row, not two
+    for begin in (lambda tiny: guided(tiny, 0.5), reply):
+        with pytest.raises(ContextError, match="no room"):
+            begin(make(5, batch_size=2))
 
 
 def test_a_hook_sees_every_draw_and_may_change_it(make: Make, tokenizer: ExLlamaV2Tokenizer) -> None:

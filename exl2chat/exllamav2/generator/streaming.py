@@ -196,6 +196,7 @@ class ExLlamaV2StreamingGenerator:
         self._generator.begin_stream_ex(
             input_ids,
             gen_settings.sampling(seed=random.getrandbits(63)),
+            max_new_tokens=self._room(input_ids.shape[-1]) if self.cache.batch_size > 1 else None,
             abort=abort,
             decode_special_tokens=decode_special_tokens,
             extras=self._extras,
@@ -219,18 +220,23 @@ class ExLlamaV2StreamingGenerator:
         sampling, guidance, hooks = engine_settings(settings, None)
         if len(prompts) > self.cache.batch_size:
             raise UsageError(f"{len(prompts)} prompts in a cache for one", f"make it with batch_size={len(prompts)}")
-        extras, longest = self._extras, max(map(len, prompts))
-        room = self.cache.max_seq_len - longest - bool(extras.banned_strings)
-        if room < 1:
-            raise ContextError(
-                f"a prompt of {longest} tokens leaves no room in a cache for {self.cache.max_seq_len}", "shorten it"
-            )
+        extras = self._extras
+        room = self._room(max(map(len, prompts)) + bool(extras.banned_strings))
         stops = StopConditions(frozenset(self.stop_tokens), tuple(self.stop_strings))
         return Job(
             prompts, room, sampling, stops, 0, guidance, extras.token_healing, extras.banned_strings,
             extras.constraint, extras.prefer_end, special, extras.return_top_tokens, extras.return_probabilities,
             extras.return_logits, hooks, continuing=False, embeddings=embeddings,
         )  # fmt: skip
+
+    def _room(self, length: int) -> int:
+        """How many tokens may follow `length` in one row of the cache. ContextError for none."""
+        room = self.cache.max_seq_len - length
+        if room < 1:
+            raise ContextError(
+                f"a prompt of {length} tokens leaves no room in a cache for {self.cache.max_seq_len}", "shorten it"
+            )
+        return room
 
     def stream_ex(self, ban_tokens: list[int] | None = None, **kwargs: Any) -> dict[str, Any]:
         """One more token, which is none of `ban_tokens`.
