@@ -177,14 +177,9 @@ class ExLlamaV2StreamingGenerator:
         input_ids, embeddings = spliced(input_ids, input_embeddings)
         adapters, abort = scaled_loras(loras), is_set(abort_event)
         self._extras = Extras(
-            constraint=constraint_of(self.tokenizer, filters or gen_settings.filters or ()),
-            prefer_end=filter_prefer_eos,
-            token_healing=token_healing,
-            banned_strings=banned_strings or (),
-            return_probabilities=return_probabilities,
-            return_top_tokens=return_top_tokens,
-            return_logits=return_logits,
-        )
+            constraint_of(self.tokenizer, filters or gen_settings.filters or ()), filter_prefer_eos, token_healing,
+            banned_strings or (), return_probabilities, return_top_tokens, return_logits,
+        )  # fmt: skip
         if gen_settings.cfg_scale is not None or gen_settings.post_sampling_hooks:
             prompts = unpadded(input_ids, input_mask, position_offsets)
             job = self._job(prompts, gen_settings, decode_special_tokens, embeddings)
@@ -194,16 +189,10 @@ class ExLlamaV2StreamingGenerator:
         input_ids, positions = attended(input_ids, input_mask, position_offsets)
         self._stream = self._generator
         self._generator.begin_stream_ex(
-            input_ids,
-            gen_settings.sampling(seed=random.getrandbits(63)),
-            max_new_tokens=self._room(input_ids.shape[-1]) if self.cache.batch_size > 1 else None,
-            abort=abort,
-            decode_special_tokens=decode_special_tokens,
-            extras=self._extras,
-            adapters=adapters,
-            embeddings=embeddings,
-            positions=positions,
-        )
+            input_ids, gen_settings.sampling(seed=random.getrandbits(63)), abort=abort, extras=self._extras,
+            max_new_tokens=self._room(input_ids.shape[-1]) if self.cache.batch_size > 1 else None, adapters=adapters,
+            decode_special_tokens=decode_special_tokens, embeddings=embeddings, positions=positions,
+        )  # fmt: skip
 
     @cached_property
     def _jobs(self) -> JobStream:
