@@ -1,8 +1,10 @@
 """Carries out the steps of the scheduler: page copies, then one pass over the weights for all prompts, one for all
-replies. Matrices multiply the tokens of every sequence at once; attention looks at one sequence after another."""
+replies. Matrices multiply the tokens of every sequence at once; attention looks at one sequence after another, but on a
+GPU at those of all replies at once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,49 +12,95 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from exl2chat.engine.cache import KVCache
+from exl2chat.engine.device_draws import Drawing
 from exl2chat.engine.paged_cache import PagedCache
+from exl2chat.engine.paged_steps import MOST, PagedSteps
 from exl2chat.engine.pages import PageCopy
 from exl2chat.engine.scheduler import Row, StepPlan
 from exl2chat.engine.transformer import Transformer
 from exl2chat.ops import Ops
 from exl2chat.ops.attention import Attend, Heads, Store
 from exl2chat.ops.packed import Norm, Weight
+from exl2chat.ops.sample import MOST_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a step gave, until the next one. drawn: by job, what a device drew for it; -1 where logits are not numbers.
+    rows: the logits [tokens, V] of `plan.decode`, wherever they are."""
+
+    drawn: Mapping[int, int]
+    rows: Tensor
+
+    def logits(self, places: Sequence[int]) -> NDArray[np.float32]:
+        """Some rows of the logits, float32 [places, V]."""
+        logits: NDArray[np.float32] = self.rows[list(places)].numpy(force=True)
+        return logits
 
 
 class Executor:
     """Runs `model` over the pages of `cache`.
 
     A row's logits are those that it would have alone, up to the rounding of matrix products: these may add up in
-    another order when they multiply more rows, so that a tie of two tokens to the last bits may fall the other way.
+    another order when they multiply more rows, so that a tie of two tokens to the last bits may fall the other way. On
+    a GPU with our kernels they do not up to 8 rows, nor from 17 to 64 (kernels/gemm.cu).
     """
 
-    def __init__(self, model: Transformer, cache: KVCache) -> None:
+    def __init__(self, model: Transformer, cache: KVCache, vocabulary: int) -> None:
+        """Where a device draws tokens, it is from the first `vocabulary`."""
         self._model, self._paged = model, PagedCache(cache)
+        self._steps: PagedSteps | None = None
+        if model.device.type == "cuda" and model.ops.recorded_rows and vocabulary <= MOST_TOKENS:
+            step = partial(_step, model, self._paged)
+            self._steps = PagedSteps(step, vocabulary, self._paged.pages, cache.capacity, model.device)
 
     @property
     def pages(self) -> int:
         return self._paged.pages
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> NDArray[np.float32]:
-        """The logits of `plan.decode`, [rows, V]."""
+    def run(self, plan: StepPlan, draws: Mapping[int, Drawing]) -> Computed:
+        """Carry out a step. Tokens of jobs in `draws` are drawn by the device, where it can."""
         self.copy(plan.copies)
         if plan.prefill:
-            self._step(plan.prefill, last_only=True)
+            self._read(plan.prefill)
         if not plan.decode:
-            return np.empty((0, self._model.config.vocab_size), np.float32)
-        logits: NDArray[np.float32] = self._step(plan.decode, last_only=False).cpu().numpy()
-        return logits
+            return Computed({}, torch.empty(0, self._model.config.vocab_size))
+        single = all(len(row.tokens) == 1 for row in plan.decode)
+        if self._steps is None or not single:
+            return Computed({}, self._run(plan.decode, last_only=False))
+        return self._decode(self._steps, plan.decode, draws)
 
     @torch.inference_mode()
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Page copies outside of a step."""
         self._paged.copy(copies)
 
-    def _step(self, rows: Sequence[Row], last_only: bool) -> Tensor:
+    def _read(self, rows: Sequence[Row]) -> None:
+        """Prompts; a few tokens of one as a step that is recorded."""
+        if self._steps is not None and len(rows) == 1 and len(rows[0].tokens) <= self._model.ops.recorded_rows:
+            self._steps.run(rows, {})
+        else:
+            self._run(rows, last_only=True)
+
+    def _decode(self, steps: PagedSteps, rows: Sequence[Row], draws: Mapping[int, Drawing]) -> Computed:
+        logits = []
+        drawn: dict[int, int] = {}
+        for first in range(0, len(rows), MOST):
+            some = rows[first : first + MOST]
+            computed, tokens = steps.run(some, draws)
+            drawn |= {row.job: token for row, token in zip(some, tokens, strict=True) if row.job in draws}
+            logits.append(computed.clone() if len(rows) > MOST else computed)
+        return Computed(drawn, torch.cat(logits) if len(logits) > 1 else logits[0])
+
+    def _run(self, rows: Sequence[Row], last_only: bool) -> Tensor:
         tokens = torch.tensor([token for row in rows for token in row.tokens], device=self._model.device)
         model = replace(self._model, ops=_PagedOps(self._model.ops, self._paged, rows))
         return model.step(tokens, self._paged.cache, last_only)
+
+
+def _step(model: Transformer, paged: PagedCache, tokens: Tensor, firsts: Tensor, tables: Tensor) -> Tensor:
+    return model.step(tokens, paged.store(firsts, tables), last_only=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +131,7 @@ class _PagedOps:
         heads: Heads,
         windows: Sequence[int | None],
     ) -> Sequence[Attend]:
-        return self.paged.attends(self.rows, heads, windows)
+        return self.paged.attends(self.ops, self.rows, heads, windows)
 
     def gate(self, x: Tensor, activation: str, into: Weight) -> Tensor:
         return self.ops.gate(x, activation, into)

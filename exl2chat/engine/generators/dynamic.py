@@ -48,7 +48,7 @@ class DynamicGenerator:
             raise UsageError("the dynamic generator does not draft yet", "leave limits.drafts at 0")
         self.language = Language(tokenizer, model.config.vocab_size)
         self._model, self._cache = model, cache
-        self._executor = Executor(model, cache)
+        self._executor = Executor(model, cache, self.language.size)
         self._salt = cache_salt(())
         self._scheduler = Scheduler(PageTable(self._executor.pages, PAGE), limits)
         self._jobs: dict[int, _Running] = {}
@@ -123,7 +123,7 @@ class DynamicGenerator:
         jobs remain."""
         if self._jobs:
             raise UsageError(f"{self.remaining} jobs have not ended", "change LoRAs when there are none")
-        self._executor = Executor(with_adapters(self._model, adapters), self._cache)
+        self._executor = Executor(with_adapters(self._model, adapters), self._cache, self.language.size)
         self._salt = cache_salt(adapters)
 
     def warm_up(self) -> None:
@@ -178,7 +178,7 @@ class DynamicGenerator:
 
     def _draw(self, plan: StepPlan) -> tuple[dict[int, list[int]], list[Result]]:
         """The tokens of this step by job; and the jobs that can have none, which are ended."""
-        logits = self._executor.run(plan)
+        computed = self._executor.run(plan, {})
         rows: dict[int, list[int]] = {}
         for n, row in enumerate(plan.decode):
             rows.setdefault(row.job, []).append(n)
@@ -190,7 +190,7 @@ class DynamicGenerator:
                 job.times.drew = time.perf_counter()
                 job.cached = self._scheduler.progress(serial).cached
             try:
-                sampled[serial] = [job.task.draw(logits[places])]
+                sampled[serial] = [job.task.draw(computed.logits(places))]
             except Exception as error:  # of a filter or a hook, too
                 failed.append(Failed(serial, error, job.task.text))
                 self.cancel(serial)
