@@ -50,7 +50,8 @@ class Executor:
         """Where a device draws tokens, it is from the first `vocabulary`."""
         self._model, self._paged = model, PagedCache(cache)
         self._steps: PagedSteps | None = None
-        if model.device.type == "cuda" and model.ops.recorded_rows and vocabulary <= MOST_TOKENS:
+        self._few = model.ops.recorded_rows
+        if model.device.type == "cuda" and self._few and vocabulary <= MOST_TOKENS:
             step = partial(_step, model, self._paged)
             self._steps = PagedSteps(step, vocabulary, self._paged.pages, cache.capacity, model.device)
 
@@ -78,7 +79,7 @@ class Executor:
 
     def _read(self, rows: Sequence[Row]) -> None:
         """Prompts; a few tokens of one as a step that is recorded."""
-        if self._steps is not None and len(rows) == 1 and len(rows[0].tokens) <= self._model.ops.recorded_rows:
+        if self._steps is not None and len(rows) == 1 and len(rows[0].tokens) <= self._few:
             self._steps.run(rows, {})
         else:
             self._run(rows, last_only=True)
