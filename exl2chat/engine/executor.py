@@ -26,15 +26,15 @@ from exl2chat.ops.sample import MOST_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a step gave, until the next one. drawn: by job, what a device drew for it; -1 where logits are not numbers.
-    rows: the logits [tokens, V] of `plan.decode`, wherever they are."""
+    """What a step gave, until the next one. drawn: by job, the token that a device drew for it, -1 where logits are not
+    numbers. rows: for each row of `plan.decode` the logits of its tokens [T, V], wherever they are."""
 
     drawn: Mapping[int, int]
-    rows: Tensor
+    rows: Sequence[Tensor]
 
-    def logits(self, places: Sequence[int]) -> NDArray[np.float32]:
-        """Some rows of the logits, float32 [places, V]."""
-        logits: NDArray[np.float32] = self.rows[list(places)].numpy(force=True)
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """Those of every token of a row of `plan.decode`, float32 [T, V]."""
+        logits: NDArray[np.float32] = self.rows[row].numpy(force=True)
         return logits
 
 
@@ -43,15 +43,14 @@ class Executor:
 
     A row's logits are those that it would have alone, up to the rounding of matrix products: these may add up in
     another order when they multiply more rows, so that a tie of two tokens to the last bits may fall the other way. On
-    a GPU with our kernels they do not up to 8 rows, nor from 17 to 64 (kernels/gemm.cu).
+    a GPU with our kernels they do not as long as up to 8 rows of a token run, nor while 17 to 64 do.
     """
 
     def __init__(self, model: Transformer, cache: KVCache, vocabulary: int) -> None:
         """Where a device draws tokens, it is from the first `vocabulary`."""
         self._model, self._paged = model, PagedCache(cache)
         self._steps: PagedSteps | None = None
-        self._few = model.ops.recorded_rows
-        if model.device.type == "cuda" and self._few and vocabulary <= MOST_TOKENS:
+        if model.device.type == "cuda" and model.ops.recorded_rows and vocabulary <= MOST_TOKENS:
             step = partial(_step, model, self._paged)
             self._steps = PagedSteps(step, vocabulary, self._paged.pages, cache.capacity, model.device)
 
@@ -59,45 +58,49 @@ class Executor:
     def pages(self) -> int:
         return self._paged.pages
 
+    @property
+    def last(self) -> int:
+        """How many tokens of a sequence it is best given in one row of `plan.decode`, at most."""
+        return 1 if self._steps is None else self._model.ops.recorded_rows
+
     @torch.inference_mode()
     def run(self, plan: StepPlan, draws: Mapping[int, Drawing]) -> Computed:
         """Carry out a step. Tokens of jobs in `draws` are drawn by the device, where it can."""
         self.copy(plan.copies)
         if plan.prefill:
-            self._read(plan.prefill)
+            self._run(plan.prefill, last_only=True)
         if not plan.decode:
-            return Computed({}, torch.empty(0, self._model.config.vocab_size))
-        single = all(len(row.tokens) == 1 for row in plan.decode)
-        if self._steps is None or not single:
-            return Computed({}, self._run(plan.decode, last_only=False))
-        return self._decode(self._steps, plan.decode, draws)
+            return Computed({}, ())
+        if self._steps is None:
+            logits = self._run(plan.decode, last_only=False)
+            return Computed({}, logits.split_with_sizes([len(row.tokens) for row in plan.decode]))
+        return _decode(self._steps, plan.decode, draws)
 
     @torch.inference_mode()
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Page copies outside of a step."""
         self._paged.copy(copies)
 
-    def _read(self, rows: Sequence[Row]) -> None:
-        """Prompts; a few tokens of one as a step that is recorded."""
-        if self._steps is not None and len(rows) == 1 and len(rows[0].tokens) <= self._few:
-            self._steps.run(rows, {})
-        else:
-            self._run(rows, last_only=True)
-
-    def _decode(self, steps: PagedSteps, rows: Sequence[Row], draws: Mapping[int, Drawing]) -> Computed:
-        logits = []
-        drawn: dict[int, int] = {}
-        for first in range(0, len(rows), MOST):
-            some = rows[first : first + MOST]
-            computed, tokens = steps.run(some, draws)
-            drawn |= {row.job: token for row, token in zip(some, tokens, strict=True) if row.job in draws}
-            logits.append(computed.clone() if len(rows) > MOST else computed)
-        return Computed(drawn, torch.cat(logits) if len(logits) > 1 else logits[0])
-
     def _run(self, rows: Sequence[Row], last_only: bool) -> Tensor:
         tokens = torch.tensor([token for row in rows for token in row.tokens], device=self._model.device)
         model = replace(self._model, ops=_PagedOps(self._model.ops, self._paged, rows))
         return model.step(tokens, self._paged.cache, last_only)
+
+
+def _decode(steps: PagedSteps, rows: Sequence[Row], draws: Mapping[int, Drawing]) -> Computed:
+    """Rows of one token together, and each row of several by itself."""
+    single = [place for place, row in enumerate(rows) if len(row.tokens) == 1]
+    groups = [single[first : first + MOST] for first in range(0, len(single), MOST)]
+    groups += [[place] for place, row in enumerate(rows) if len(row.tokens) > 1]
+    drawn: dict[int, int] = {}
+    logits: dict[int, Tensor] = {}
+    for places in groups:
+        some = [rows[place] for place in places]
+        computed, tokens = steps.run(some, draws)
+        computed = computed.clone() if len(groups) > 1 else computed  # the next step overwrites it
+        logits |= zip(places, computed.split_with_sizes([len(row.tokens) for row in some]), strict=True)
+        drawn |= {row.job: token for row, token in zip(some, tokens, strict=True) if row.job in draws}
+    return Computed(drawn, [logits[place] for place in range(len(rows))])
 
 
 def _step(model: Transformer, paged: PagedCache, tokens: Tensor, firsts: Tensor, tables: Tensor) -> Tensor:

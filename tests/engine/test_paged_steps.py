@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import pytest
 import torch
 
@@ -103,15 +102,17 @@ def test_a_place_that_no_row_has_draws_for_nobody() -> None:
 
 
 class FakeSteps:
-    """Draws the row's own job, after logits that are its last token."""
+    """Draws the row's own job, after logits that are its tokens. They last until the next step."""
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
+        self._memory = torch.empty(MOST, 1)
 
     def run(self, rows: Sequence[Row], _draws: Mapping[int, Drawing]) -> tuple[torch.Tensor, list[int]]:
         self.asked.append([row.job for row in rows])
-        memory = torch.tensor([[float(row.tokens[-1])] for row in rows])
-        return memory, [row.job for row in rows]
+        tokens = torch.tensor([[float(token)] for row in rows for token in row.tokens])
+        self._memory.fill_(torch.nan)[: len(tokens)] = tokens
+        return self._memory[: len(tokens)], [row.job for row in rows]
 
 
 @pytest.mark.parametrize(("count", "parts"), [(3, [3]), (MOST, [MOST]), (MOST + 5, [MOST, 5])])
@@ -123,16 +124,15 @@ def test_more_rows_than_a_step_has_are_several_steps(count: int, parts: list[int
     computed = executor.run(plan, {job: Drawing(PLAIN, []) for job in range(1, count)})
     assert [len(jobs) for jobs in steps.asked] == parts
     assert computed.drawn == {job: job for job in range(1, count)}
-    assert np.array_equal(computed.logits([count - 1, 0]), [[count + 99], [100]])
+    assert [computed.logits(place).tolist() for place in (count - 1, 0)] == [[[count + 99]], [[100]]]
 
 
-def test_few_tokens_of_one_prompt_are_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_several_tokens_are_steps_of_their_own() -> None:
     model = byte_model()
     executor = Executor(model, model.new_cache(PAGE), VOCABULARY)
     steps = executor._steps = FakeSteps()  # type: ignore[assignment]
-    read: list[int] = []
-    monkeypatch.setattr(executor, "_run", lambda rows, **_: read.append(len(rows)))
-    monkeypatch.setattr(executor, "_few", 4)
-    for rows in ((row(1, 0, 1, 2, 3, 4),), (row(1, 0, 1, 2, 3, 4, 5),), (row(1, 0, 1), row(2, 0, 1))):
-        executor.run(StepPlan((), (), (), rows, ()), {})
-    assert (steps.asked, read) == ([[1]], [1, 2])
+    rows = (row(5, 0, 1, 2, 3), row(6, 0, 4), row(7, 0, 5, 6), row(8, 0, 7))
+    computed = executor.run(StepPlan((), (), (), (), rows), {7: Drawing(PLAIN, [])})
+    assert steps.asked == [[6, 8], [5], [7]]
+    assert computed.drawn == {7: 7}
+    assert [computed.logits(place).ravel().tolist() for place in range(4)] == [[1, 2, 3], [4], [5, 6], [7]]

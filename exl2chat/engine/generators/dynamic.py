@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from exl2chat.engine.cache import PAGE, KVCache
 from exl2chat.engine.executor import Executor
 from exl2chat.engine.generators.jobs import Failed, Final, Job, Prefilled, Result, Started, Streamed, Times
@@ -50,7 +52,7 @@ class DynamicGenerator:
         self._model, self._cache = model, cache
         self._executor = Executor(model, cache, self.language.size)
         self._salt = cache_salt(())
-        self._scheduler = Scheduler(PageTable(self._executor.pages, PAGE), limits)
+        self._scheduler = Scheduler(PageTable(self._executor.pages, PAGE), limits, self._executor.last)
         self._jobs: dict[int, _Running] = {}
         cache.truncate(0)
 
@@ -190,7 +192,7 @@ class DynamicGenerator:
                 job.times.drew = time.perf_counter()
                 job.cached = self._scheduler.progress(serial).cached
             try:
-                sampled[serial] = [job.task.draw(computed.logits(places))]
+                sampled[serial] = [job.task.draw(np.stack([computed.logits(place)[-1] for place in places]))]
             except Exception as error:  # of a filter or a hook, too
                 failed.append(Failed(serial, error, job.task.text))
                 self.cancel(serial)
