@@ -2,7 +2,7 @@
 replies. Matrices multiply the tokens of every sequence at once; attention looks at one sequence after another, but on a
 GPU at those of all replies at once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -63,6 +63,11 @@ class Executor:
         """How many tokens of a sequence it is best given in one row of `plan.decode`, at most."""
         return 1 if self._steps is None else self._model.ops.recorded_rows
 
+    def warm_up(self) -> None:
+        """On a GPU: compile the kernels of decoding steps. ModelError where one does not compile."""
+        if self._steps is not None:
+            self._steps.warm_up(self.last)
+
     @torch.inference_mode()
     def run(self, plan: StepPlan, draws: Mapping[int, Drawing]) -> Computed:
         """Carry out a step. Tokens of jobs in `draws` are drawn by the device, where it can."""
@@ -83,8 +88,8 @@ class Executor:
 
     def _run(self, rows: Sequence[Row], last_only: bool) -> Tensor:
         tokens = torch.tensor([token for row in rows for token in row.tokens], device=self._model.device)
-        model = replace(self._model, ops=_PagedOps(self._model.ops, self._paged, rows))
-        return model.step(tokens, self._paged.cache, last_only)
+        ops = _PagedOps(self._model.ops, partial(self._paged.attends, self._model.ops, rows))
+        return replace(self._model, ops=ops).step(tokens, self._paged.cache, last_only)
 
 
 def _decode(steps: PagedSteps, rows: Sequence[Row], draws: Mapping[int, Drawing]) -> Computed:
@@ -104,16 +109,17 @@ def _decode(steps: PagedSteps, rows: Sequence[Row], draws: Mapping[int, Drawing]
 
 
 def _step(model: Transformer, paged: PagedCache, tokens: Tensor, firsts: Tensor, tables: Tensor) -> Tensor:
-    return model.step(tokens, paged.store(firsts, tables), last_only=False)
+    store = paged.store(firsts, tables)
+    ops = _PagedOps(model.ops, partial(model.ops.attends, store, len(tokens) // len(firsts)))
+    return replace(model, ops=ops).step(tokens, paged.cache, last_only=False)
 
 
 @dataclass(frozen=True, slots=True)
 class _PagedOps:
-    """The ops of a model, but for one step over `rows` of a paged cache."""
+    """The ops of a model, but for one step over a paged cache, whose attention is `find`'s."""
 
     ops: Ops
-    paged: PagedCache
-    rows: Sequence[Row]
+    find: Callable[[Heads, Sequence[int | None]], Sequence[Attend]]
 
     @property
     def recorded_rows(self) -> int:
@@ -135,7 +141,7 @@ class _PagedOps:
         heads: Heads,
         windows: Sequence[int | None],
     ) -> Sequence[Attend]:
-        return self.paged.attends(self.ops, self.rows, heads, windows)
+        return self.find(heads, windows)
 
     def gate(self, x: Tensor, activation: str, into: Weight) -> Tensor:
         return self.ops.gate(x, activation, into)

@@ -28,6 +28,7 @@ def measure_jobs(
     """The median time of a step in which so many jobs get a token each, drawn with top-k and top-p after prompts of
     PROMPT tokens, beside a read of the weights and of all their caches at `bandwidth`. `cache`: a page for each."""
     subject = DynamicGenerator(model, cache, OneLetter())  # type: ignore[arg-type]
+    subject.warm_up()
     prompts = _prompts(model.config.vocab_size, PROMPT)
     result = []
     for count in counts:

@@ -13,7 +13,9 @@ from exl2chat.engine.decode_graphs import Recorded
 from exl2chat.engine.device_draws import DeviceDraws, Drawing
 from exl2chat.engine.device_steps import RESULTS, DrawnTokens
 from exl2chat.engine.scheduler import Row
+from exl2chat.ops import compile_for
 from exl2chat.ops.sample import TokenSampler
+from exl2chat.progress import silent
 
 # Sequences of a graph. Up to 16 gemv.cu multiplies (up to 8 to the same bits), then gemm.cu, in tiles of 32 and of 64.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
@@ -91,6 +93,13 @@ class PagedSteps:
         self._drawn.wait(0)
         drawn: list[int] = self._drawn.tokens[np.arange(count), (lasts[:count] + 1) % RESULTS].tolist()
         return logits[: count * each], drawn
+
+    @torch.inference_mode()
+    def warm_up(self, most: int) -> None:
+        """Compile every kernel that these steps need, of up to `most` tokens of one sequence. ModelError where one does
+        not compile."""
+        sizes = [*((size, 1) for size in BUCKETS), *((1, each) for each in range(2, 1 + most))]
+        compile_for(lambda: [self._work(*size) for size in sizes], silent)
 
     def _graph(self, sequences: int, each: int) -> Recorded:
         """Steps of so many sequences with so many tokens each."""

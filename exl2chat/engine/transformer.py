@@ -14,7 +14,7 @@ from exl2chat.engine.weights import Weights, load_weights
 from exl2chat.model.checkpoint import Checkpoint
 from exl2chat.model.config import ModelConfig
 from exl2chat.ops import Heads, Ops, compile_for, select
-from exl2chat.ops.attention import PLAIN_BITS, Store
+from exl2chat.ops.attention import PLAIN_BITS
 from exl2chat.ops.sample import TokenSampler
 from exl2chat.progress import Progress
 
@@ -124,7 +124,7 @@ class Transformer:
         cache.length += count
         return logits
 
-    def step(self, tokens: Tensor, cache: Store, last_only: bool) -> Tensor:
+    def step(self, tokens: Tensor, cache: KVCache, last_only: bool) -> Tensor:
         """The logits of tokens for which the cache has room, as `forward`, but that `cache.length` stays as it is. With
         up to `ops.recorded_rows` tokens they follow those before `cache.position`, whatever the length."""
         config, weights, ops = self.config, self.weights, self.ops

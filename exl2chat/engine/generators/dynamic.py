@@ -130,6 +130,7 @@ class DynamicGenerator:
 
     def warm_up(self) -> None:
         """Write a few tokens and forget them, so that the first job is as fast as the others."""
+        self._executor.warm_up()
         new = min(WARM_UP, self._cache.capacity - 2)
         self.generate([Job(((0, 0),), new, Sampling(temperature=0))])
         self.reset()
