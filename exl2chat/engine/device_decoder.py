@@ -1,11 +1,8 @@
 """Decoding steps kept in flight on a device that draws its tokens itself."""
 
-import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
-
-import msgspec
 
 from exl2chat.engine.cache import KVCache
 from exl2chat.errors import ChatError
@@ -16,6 +13,13 @@ from exl2chat.settings import Sampling
 DEPTH = 3
 
 Take = Callable[[], int]
+
+
+def checked(token: int) -> int:
+    """A token that a device drew. ChatError for -1: the logits were not numbers."""
+    if token < 0:
+        raise ChatError("the model computed logits that are not numbers", "try --dtype float32")
+    return token
 
 
 class Steps(Protocol):
@@ -29,32 +33,32 @@ class Steps(Protocol):
 
 
 class DeviceDecoder:
-    """A Decoder whose device never waits for the host to have read a token.
+    """Draws tokens on a device, which never waits for the host to have read a token.
 
     The cache holds what was read (`cache.length`). The steps ahead of that have written behind its end, where nothing
     reads, and what uses the cache next overwrites it: all work on a cache is queued on one stream.
     """
 
-    chooser = None
-
     def __init__(self, steps: Steps, cache: KVCache, settings: Sampling, longest: int) -> None:
-        """The sequence gets `longest` tokens at most: no step is queued that would draw more."""
-        seed = secrets.randbits(32) if settings.seed is None else settings.seed
-        self._settings = msgspec.structs.replace(settings, seed=seed)
-        self._steps, self._cache, self._longest = steps, cache, longest
+        """The sequence gets `longest` tokens at most: no step is queued that would draw more. settings.seed is not
+        None."""
+        self._steps, self._cache, self._settings, self._longest = steps, cache, settings, longest
         self._flying: deque[Take] = deque()
         self._length: int | None = None  # of the cache, as the last token left it
-        self.seed = seed
 
     def next(self, tokens: Sequence[int]) -> int:
+        """The token after `tokens`. The cache held the first of them, then it holds them all. ChatError when the logits
+        are not numbers."""
         if self._cache.length != self._length:  # the first token, or the first since a failure or another's use
             self._flying.clear()
             self._steps.start(tokens, self._settings)
         self._length = None
         while len(self._flying) < min(DEPTH, self._longest - len(tokens)):
             self._flying.append(self._steps.queue())
-        token = self._flying.popleft()()
-        if token < 0:
-            raise ChatError("the model computed logits that are not numbers", "try --dtype float32")
+        token = checked(self._flying.popleft()())
         self._length = self._cache.length = len(tokens)
         return token
+
+    def interrupt(self) -> None:
+        """The next token comes from somebody else: the steps in flight are of no use."""
+        self._length = None

@@ -109,9 +109,10 @@ class Piece(NamedTuple):
 class Gate:
     """Holds text back while a stop string or a banned string may be forming. Case matters to the former only.
 
-    Whichever is complete first counts, however the text is cut into tokens. A stop string sets `found`; a banned one
-    sets `banned`, and is forgotten by the next `push`, which is given what stands in its place. Where strings are
-    banned, only whole tokens pass, and the tokens of a character that is still incomplete do not.
+    Whichever is complete first counts, however the text is cut into tokens. A stop string sets `found`, and is held
+    then with what follows; a banned one sets `banned`, and is forgotten by the next `push`, which is given what stands
+    in its place. Where strings are banned, only whole tokens pass, and the tokens of a character that is still
+    incomplete do not.
     """
 
     def __init__(self, stops: Collection[str] = (), banned: Collection[str] = ()) -> None:
@@ -132,9 +133,7 @@ class Gate:
             return Passed()
         if stop:
             self.found = stop.string
-            passed = self._pass(stop.start)
-            self._pieces.clear()
-            return passed
+            return self._pass(stop.start)
         return self._pass(self._certain(held))
 
     def flush(self) -> str:

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exl2chat.engine.choosing import Limits
-from exl2chat.engine.decoders import ON_DEVICE, Decoders, HostDecoder, known_to_device
+from exl2chat.engine.decoders import Decoder
 from exl2chat.engine.device_decoder import DEPTH, DeviceDecoder
-from exl2chat.engine.generators.streaming import StreamingGenerator, StreamResult
+from exl2chat.engine.generators.choosing import ON_DEVICE, Chooser, known_to_device
+from exl2chat.engine.generators.streaming import Extras, StreamingGenerator, StreamResult
 from exl2chat.engine.sampler import Sampler
 from exl2chat.errors import ChatError
 from exl2chat.settings import Sampling
@@ -48,7 +48,7 @@ class Device:
         self.memory, self.eager = memory, eager
         self.device, self.dtype, self.config = torch.device("cpu"), torch.bfloat16, FakeModel().config
         self.stream: deque[Callable[[], None]] = deque()
-        self.in_flight = 0
+        self.in_flight = self.drawn = 0
         self.fault: str | None = None
         self._logits = FakeModel().logits
 
@@ -88,6 +88,7 @@ class Device:
 
         def take() -> int:
             self.run()
+            self.drawn += 1
             self.in_flight -= 1
             return drawn[0]
 
@@ -108,13 +109,12 @@ def on_device(eager: bool) -> tuple[StreamingGenerator, Device]:
     device = Device(Memory(), eager)
     subject = StreamingGenerator(device, device.memory, FakeTokenizer())  # type: ignore[arg-type]
 
-    class OnDevice(Decoders):
-        def choose(  # type: ignore[override]
-            self, settings: Sampling, _tokens: Sequence[int], longest: int, _limits: Limits | None = None
-        ) -> DeviceDecoder:
-            return DeviceDecoder(device, device.memory, settings, longest)  # type: ignore[arg-type]
+    class OnDevice(Decoder):
+        def begin(self, chooser: Chooser, longest: int) -> None:
+            super().begin(chooser, longest)
+            self._device = DeviceDecoder(device, device.memory, chooser.sampling, longest)  # type: ignore[arg-type]
 
-    subject._decoders = OnDevice(device, device.memory, None, VOCABULARY)  # type: ignore[arg-type]
+    subject._decoder = OnDevice(device, device.memory, VOCABULARY)  # type: ignore[arg-type]
     return subject, device
 
 
@@ -216,6 +216,23 @@ def test_the_cache_used_by_another_is_taken_up_again() -> None:
     assert results == expected
 
 
+def test_the_host_takes_over_for_a_token_that_the_device_may_not_draw() -> None:
+    """The first of a healed prompt, those where a banned string began, and those for which more is forbidden."""
+    extras = Extras(token_healing=True, banned_strings=tuple("abcdefghijklmnopqrstuvwxyz0123456789"))
+    for settings in SETTINGS:
+        sequences, rewound, drawn = [], 0, 0
+        (subject, device), host = on_device(True), on_host()
+        for generator in (subject, host):
+            generator.begin_stream_ex([65, 66, 67], settings, extras=extras)
+            while not (result := generator.stream_ex(banned=[1, 2] if len(generator.tokens) % 7 == 0 else ())).eos:
+                rewound += result.suppressed != ""
+            drawn = drawn or device.drawn
+            sequences.append(generator.tokens)
+        assert sequences[0] == sequences[1]
+        assert rewound > 4
+        assert drawn > 10
+
+
 @pytest.mark.parametrize("settings", [Sampling(), Sampling(temperature=0), Sampling(top_k=3, min_p=0.1, seed=1)])
 def test_the_device_knows_the_common_settings(settings: Sampling) -> None:
     assert known_to_device(settings)
@@ -233,9 +250,3 @@ def test_the_device_knows_no_other_field() -> None:
     assert others.keys() | ON_DEVICE == set(Sampling.__struct_fields__)
     for name, value in others.items():
         assert not known_to_device(msgspec.structs.replace(Sampling(), **{name: value})), name
-
-
-def test_the_host_samples_on_the_cpu() -> None:
-    device = Device(Memory(), True)
-    chosen = Decoders(device, device.memory, None, VOCABULARY).choose(Sampling(), [1], 5)  # type: ignore[arg-type]
-    assert isinstance(chosen, HostDecoder)

@@ -1,95 +1,32 @@
 """Jobs on a small real model: the tokens are those of the streaming generator, whatever else runs beside."""
 
-import itertools
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
 
 from exl2chat.engine.cache import PAGE
 from exl2chat.engine.generators.dynamic import DynamicGenerator
-from exl2chat.engine.generators.jobs import Choice, Failed, Final, Job, Prefilled, Result, Started, Streamed
-from exl2chat.engine.generators.language import Language
+from exl2chat.engine.generators.jobs import Choice, Failed, Prefilled, Result, Started, Streamed
 from exl2chat.engine.generators.streaming import StreamingGenerator
-from exl2chat.engine.generators.task import Task
 from exl2chat.engine.scheduler import Limits
-from exl2chat.engine.stopping import StopConditions
-from exl2chat.errors import ChatError, ContextError, UsageError
+from exl2chat.errors import UsageError
 from exl2chat.settings import Sampling
-from tests.engine.fake_model import VOCABULARY
-from tests.engine.tiny_models import ByteTokenizer, byte_model
-
-GREEDY = Sampling(temperature=0)
-LIMITS = Limits(batch=8, queue=100, chunk=64)
-SETTINGS = (
+from tests.engine.dynamic_jobs import (
     GREEDY,
-    Sampling(temperature=1.0, top_p=1.0, seed=3),
-    Sampling(temperature=0.8, top_k=20, seed=4, repetition_penalty=1.3),
-    Sampling(temperature=1.2, mirostat_tau=3.0, seed=5, dry_multiplier=0.8, dry_breakers=(), xtc_ignore_tokens=()),
+    LIMITS,
+    SETTINGS,
+    drain,
+    final,
+    generator,
+    job,
+    prompt,
+    reply,
+    streamed,
+    text,
+    written,
 )
-
-
-def generator(pages: int = 16, limits: Limits = LIMITS) -> DynamicGenerator:
-    model = byte_model()
-    return DynamicGenerator(model, model.new_cache(pages * PAGE), ByteTokenizer(), limits)  # type: ignore[arg-type]
-
-
-def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    return tuple(np.random.default_rng(seed).integers(32, 127, length).tolist())
-
-
-def job(ids: Sequence[int], count: int, sampling: Sampling = GREEDY, **more: object) -> Job:
-    return Job((tuple(ids),), count, sampling, **more)  # type: ignore[arg-type]
-
-
-def streamed(ids: Sequence[int], count: int, sampling: Sampling = GREEDY) -> list[int]:
-    """What the streaming generator replies."""
-    model = byte_model()
-    subject = StreamingGenerator(model, model.new_cache(1024), ByteTokenizer())  # type: ignore[arg-type]
-    subject.set_stop_conditions([])
-    subject.begin_stream_ex(list(ids), sampling, max_new_tokens=count)
-    while not subject.stream_ex().eos:
-        pass
-    return subject.tokens[len(ids) :]
-
-
-def nothing(step: int) -> None:
-    """What happens before a step."""
-
-
-def drain(subject: DynamicGenerator, act: Callable[[int], None] = nothing) -> list[Result]:
-    """All results until no job is left; act(step) is called before each step."""
-    results: list[Result] = []
-    for step in itertools.count():
-        act(step)
-        if not subject.remaining:
-            return results
-        results += subject.iterate()
-    return results
-
-
-def written(subject: DynamicGenerator, ids: Sequence[int], count: int) -> list[int]:
-    """The tokens of one job that runs alone."""
-    serial = subject.enqueue(job(ids, count))
-    return reply(drain(subject), serial)
-
-
-def reply(results: list[Result], serial: int) -> list[int]:
-    """The tokens of a job."""
-    streams = [result for result in results if isinstance(result, Streamed) and result.serial == serial]
-    return [token.id for result in streams for token in result.tokens]
-
-
-def final(results: list[Result], serial: int) -> Final:
-    return next(r.final for r in results if isinstance(r, Streamed) and r.serial == serial and r.final)
-
-
-def text(ids: Sequence[int]) -> str:
-    return bytes(ids).decode("utf-8", "replace")
-
+from tests.engine.tiny_models import ByteTokenizer, byte_model
 
 # Token identity
 
@@ -255,83 +192,6 @@ def test_all_pages_are_free_again_when_all_jobs_have_ended() -> None:
     assert (pages.available, subject.remaining) == (pages.total, 0)
 
 
-# How a reply ends
-
-
-def test_a_stop_id_ends_a_reply_and_is_no_text() -> None:
-    ids = prompt(12)
-    expected = streamed(ids, 10)
-    stop = expected[6]
-    subject = generator()
-    subject.enqueue(job(ids, 10, stops=StopConditions.of([stop])))
-    results = drain(subject)
-    at = expected.index(stop)
-    assert reply(results, 0) == expected[:at]
-    assert (final(results, 0).reason, final(results, 0).token) == ("stop_token", stop)
-    assert final(results, 0).new_tokens == at + 1
-
-
-def test_a_stop_id_is_not_drawn_before_its_time() -> None:
-    ids = prompt(12)
-    stop = streamed(ids, 1)[0]
-    subject = generator()
-    subject.enqueue(job(ids, 10, stops=StopConditions.of([stop]), min_new_tokens=3))
-    assert final(drain(subject), 0).new_tokens > 3
-
-
-def test_without_stop_conditions_a_reply_ends_at_its_limit_to_the_token() -> None:
-    """exllamav2 stops short by the length of a draft (appendix B-7)."""
-    subject = generator()
-    for count in (1, 2, 7):
-        serial = subject.enqueue(job(prompt(9), count))
-        results = drain(subject)
-        assert len(reply(results, serial)) == final(results, serial).new_tokens == count
-
-
-def test_banned_strings_are_taken_back_from_the_cache_too() -> None:
-    """Up to the last token. The oracle computes every token from the whole text."""
-    model, ids = byte_model(), prompt(250)
-    settings = Sampling(temperature=0, allowed_tokens=tuple(b"abcde"))
-    plain = text(streamed(ids, 40, settings))
-    wanted = job(ids, 40, settings, banned=(plain[3:5], plain[11:14], plain[-2:]))
-    task = Task(wanted, Language(ByteTokenizer(), VOCABULARY))  # type: ignore[arg-type]
-    rewound, ended = 0, False
-    while not ended:
-        tokens = torch.tensor([*ids, *task.reply])
-        task.draw(model.forward(tokens, model.new_cache(512), last_only=True).numpy())
-        advance = task.advance()
-        rewound += advance.rewound
-        ended = advance.end is not None
-    assert rewound > 2
-    subject = generator()
-    serials = [subject.enqueue(wanted), subject.enqueue(job(ids, 40, settings))]
-    results = drain(subject)
-    assert reply(results, serials[0]) == task.reply
-    assert final(results, serials[0]).new_tokens == 40
-    assert reply(results, serials[1]) == list(plain.encode())
-
-
-def test_what_a_job_lacks_is_said_when_it_is_enqueued() -> None:
-    subject = generator(pages=2)
-    with pytest.raises(ContextError, match="do not fit"):
-        subject.enqueue(job(prompt(500), 100))
-    with pytest.raises(UsageError, match="no tokens"):
-        subject.enqueue(job((), 1))
-    with pytest.raises(UsageError, match="are no tokens"):
-        subject.enqueue(job((VOCABULARY,), 1))
-    with pytest.raises(UsageError, match="max_new_tokens"):
-        subject.enqueue(job((1,), 0))
-    with pytest.raises(UsageError, match="2 prompts"):
-        Job(((1,), (2,)), 1, GREEDY)
-    with pytest.raises(UsageError, match="banned"):
-        job((1,), 1, banned=("",))
-    assert subject.remaining == 0
-    crowded = generator(limits=replace(LIMITS, queue=1))
-    crowded.enqueue(job((1,), 1))
-    with pytest.raises(ChatError, match="waiting"):
-        crowded.enqueue(job((1,), 1))
-
-
 # Failures
 
 
@@ -367,32 +227,7 @@ def test_after_an_error_of_the_model_the_jobs_go_on(monkeypatch: pytest.MonkeyPa
     assert reply(results + drain(subject), serial) == streamed(prompt(100), 20, SETTINGS[2])
 
 
-# Hooks, guidance, generate
-
-
-def test_a_hook_sees_the_draw_and_may_change_it() -> None:
-    """exllamav2 ignores hooks here (appendix B-15)."""
-    seen: list[Choice] = []
-
-    def shout(choice: Choice) -> None:
-        seen.append(replace(choice))
-        choice.token = ord("!")
-
-    subject = generator()
-    subject.enqueue(job(prompt(10), 3, hooks=(shout,)))
-    assert final(drain(subject), 0).text == "!!!"
-    assert seen[0].token == streamed(prompt(10), 1)[0] == int(np.argmax(seen[0].logits))
-
-
-def test_guidance_between_equal_prompts_changes_nothing_and_otherwise_does() -> None:
-    ids, other = prompt(30), prompt(45, 1)
-    subject = generator()
-    subject.enqueue(Job((ids, ids), 20, SETTINGS[1], guidance=3.0))
-    subject.enqueue(Job((ids, other), 20, SETTINGS[1], guidance=1.0))
-    subject.enqueue(Job((ids, other), 20, SETTINGS[1], guidance=3.0))
-    results = drain(subject)
-    expected = streamed(ids, 20, SETTINGS[1])
-    assert reply(results, 0) == reply(results, 1) == expected != reply(results, 2)
+# Many jobs at once
 
 
 def test_generate_runs_jobs_to_their_ends_in_order() -> None:

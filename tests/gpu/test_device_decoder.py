@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from exl2chat.engine import decoders, device_decoder
+from exl2chat.engine import device_decoder
+from exl2chat.engine.generators import choosing
 from exl2chat.engine.generators.streaming import StreamingGenerator
 from exl2chat.engine.transformer import Transformer
 from exl2chat.errors import ChatError
@@ -46,7 +47,7 @@ def reply(subject: StreamingGenerator, prompt: list[int], settings: Sampling, co
 def host_replies(folder: Path) -> list[list[int]]:
     """What comes of it when the host samples."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoders, "known_to_device", lambda _: False)
+        patch.setattr(choosing, "known_to_device", lambda _: False)
         subject = generator(folder)
         return [reply(subject, PROMPT, settings, 60) for settings in SETTINGS]
 
@@ -80,7 +81,7 @@ def wander(subject: StreamingGenerator) -> list[list[int]]:
 def test_streams_dropped_anywhere_leave_nothing_behind() -> None:
     ours = wander(generator(GOLDEN[0]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoders, "known_to_device", lambda _: False)
+        patch.setattr(choosing, "known_to_device", lambda _: False)
         assert ours == wander(generator(GOLDEN[0]))
 
 

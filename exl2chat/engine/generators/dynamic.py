@@ -7,11 +7,13 @@ seed, position and token, and its sampler's memory is its own.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from exl2chat.engine.cache import PAGE, KVCache
+from exl2chat.engine.device_decoder import checked
+from exl2chat.engine.device_draws import Drawing
 from exl2chat.engine.executor import Executor
 from exl2chat.engine.generators.jobs import Failed, Final, Job, Prefilled, Result, Started, Streamed, Times
 from exl2chat.engine.generators.language import Language
@@ -30,9 +32,11 @@ WARM_UP = 32
 
 @dataclass(slots=True)
 class _Running:
-    """A job that has not ended. `cached` tokens of its text were not computed for it."""
+    """A job that has not ended. drawing: of its tokens where a device draws them. `cached` tokens of its text were not
+    computed for it."""
 
     task: Task
+    drawing: Drawing
     times: Times
     cached: int = 0
 
@@ -66,10 +70,13 @@ class DynamicGenerator:
         ContextError for one that the cache could never hold, ChatError when too many are waiting."""
         for prompt in job.prompts:
             self._check(prompt, job.max_new_tokens)
+        if job.constraint is not None:
+            job = replace(job, constraint=job.constraint.clone())
         task = Task(job, self.language)
         limit = job.max_new_tokens + bool(job.banned)  # so that the scheduler lets the last token be taken back
         serial = self._scheduler.enqueue(task.prompts, limit, self._salt)
-        self._jobs[serial] = _Running(task, Times(time.perf_counter()))
+        drawing = Drawing(task.chooser.sampling, task.chooser.tokens)
+        self._jobs[serial] = _Running(task, drawing, Times(time.perf_counter()))
         return serial
 
     def _check(self, prompt: Sequence[int], new: int) -> None:
@@ -157,8 +164,8 @@ class DynamicGenerator:
             raise
         self._scheduler.commit(plan, sampled)
         results = [*started, *failed, *self._prefilled(plan)]
-        for serial in sampled:
-            results += self._advance(serial)
+        for serial, (token,) in sampled.items():
+            results += self._advance(serial, token)
         if not self._jobs:
             self._executor.copy(self._scheduler.defragment())
         return results
@@ -181,10 +188,11 @@ class DynamicGenerator:
 
     def _draw(self, plan: StepPlan) -> tuple[dict[int, list[int]], list[Result]]:
         """The tokens of this step by job; and the jobs that can have none, which are ended."""
-        computed = self._executor.run(plan, {})
         rows: dict[int, list[int]] = {}
         for n, row in enumerate(plan.decode):
             rows.setdefault(row.job, []).append(n)
+        drawings = {serial: self._jobs[serial].drawing for serial in rows if self._jobs[serial].task.chooser.on_device}
+        computed = self._executor.run(plan, drawings)
         sampled: dict[int, list[int]] = {}
         failed: list[Result] = []
         for serial, places in rows.items():
@@ -193,7 +201,11 @@ class DynamicGenerator:
                 job.times.drew = time.perf_counter()
                 job.cached = self._scheduler.progress(serial).cached
             try:
-                sampled[serial] = [job.task.draw(np.stack([computed.logits(place)[-1] for place in places]))]
+                if serial in computed.drawn:
+                    sampled[serial] = [checked(computed.drawn[serial])]
+                else:
+                    logits = np.stack([computed.logits(place)[-1] for place in places])
+                    sampled[serial] = [job.task.chooser.draw(logits)]
             except Exception as error:  # of a filter or a hook, too
                 failed.append(Failed(serial, error, job.task.text))
                 self.cancel(serial)
@@ -202,16 +214,16 @@ class DynamicGenerator:
     def _prefilled(self, plan: StepPlan) -> list[Result]:
         results: list[Result] = []
         for serial in dict.fromkeys(row.job for row in plan.prefill):
-            if serial in self._jobs and not self._jobs[serial].task.reply:
+            if serial in self._jobs and self._jobs[serial].task.chooser.count == 0:
                 progress = self._scheduler.progress(serial)
                 results.append(Prefilled(serial, progress.computed, progress.total))
         return results
 
-    def _advance(self, serial: int) -> list[Result]:
-        """What the token just drawn adds to a reply."""
+    def _advance(self, serial: int, token: int) -> list[Result]:
+        """What a token just drawn adds to a reply."""
         job = self._jobs[serial]
         try:
-            advance = job.task.advance()
+            advance = job.task.push(token)
         except Exception as error:
             self.cancel(serial)
             return [Failed(serial, error, job.task.text)]
@@ -231,8 +243,8 @@ def _final(job: _Running, end: End) -> Final:
     return Final(
         end.reason,
         job.task.text,
-        job.task.seed,
-        new_tokens=len(job.task.reply),
+        job.task.chooser.seed,
+        new_tokens=job.task.chooser.count,
         prompt_tokens=len(job.task.prompts[0]),
         cached_tokens=job.cached,
         waited=times.started - times.enqueued,

@@ -1,6 +1,6 @@
 """What a dynamic generator is asked for, and what it answers: jobs and their results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,7 +13,7 @@ from exl2chat.engine.stopping import StopConditions
 from exl2chat.errors import UsageError
 from exl2chat.settings import Sampling
 
-EndReason = Literal["stop_token", "stop_string", "max_new_tokens", "end_filter"]
+EndReason = Literal["stop_token", "stop_string", "max_new_tokens", "end_filter", "context", "stopped"]
 
 
 @dataclass(slots=True)
@@ -36,9 +36,10 @@ class Job:
     prompts: the ids of one text; or of two with `guidance` g, whose log-probabilities are added as g times the first
     and 1 - g times the second. `sampling.seed` None draws a seed, which `Final` tells.
     min_new_tokens: no stop id is drawn before. heal: the prompt's last token is taken off, and the first of the reply
-    begins with its text. banned: texts that the reply will not contain, in whatever case. constraint: several jobs may
-    have the same, each works on a copy. prefer_end: the reply ends as soon as the constraint allows it to. special:
-    special tokens are part of the text.
+    begins with its text, unless it is the only one, hidden, or no whole characters. banned: texts that the reply will
+    not contain, in whatever case. constraint: several jobs may have the same, each works on a copy. prefer_end: the
+    reply ends as soon as the constraint allows it to. special: special tokens are part of the text. continuing: the
+    prompt ends in the middle of a text, so that the space before the first word is text too.
     top_tokens, probabilities, logits: what each token's result shall tell beside the token.
     """
 
@@ -49,7 +50,7 @@ class Job:
     min_new_tokens: int = 0
     guidance: float | None = None
     heal: bool = False
-    banned: tuple[str, ...] = ()
+    banned: Collection[str] = ()
     constraint: Constraint | None = None
     prefer_end: bool = False
     special: bool = False
@@ -57,12 +58,11 @@ class Job:
     probabilities: bool = False
     logits: bool = False
     hooks: tuple[Callable[[Choice], None], ...] = ()
+    continuing: bool = True
 
     def __post_init__(self) -> None:
         if len(self.prompts) != (1 if self.guidance is None else 2):
             raise UsageError(f"a job of {len(self.prompts)} prompts", "give one, or two and a guidance scale")
-        if "" in self.banned:
-            raise UsageError("a banned string is empty", "leave it out")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from numpy.typing import NDArray
 
 from exl2chat.engine.healing import Healer
 from exl2chat.engine.samplers.vocabulary import Vocabulary
-from exl2chat.model.detokenizer import Piece
 from exl2chat.model.tokenizer import Tokenizer
 
 
@@ -20,14 +19,6 @@ class Language:
         self.end_ids = tokenizer.eos_ids
         self.size = next((count for count in range(rows, 0, -1) if tokenizer.token_of(count - 1)), rows)
         self.healer = Healer(tokenizer, self.size)
-
-    def piece(self, token: int, special: bool) -> Piece | None:
-        """The bytes of a token; None for one that is not shown."""
-        piece = self.tokenizer.piece(token)
-        if piece is None and special:
-            text = self.tokenizer.token_of(token).encode()
-            return Piece(text, text)
-        return piece
 
     def is_one_of(self, tokens: Iterable[int]) -> NDArray[np.bool_]:
         """Which tokens are among `tokens`, [size]."""

@@ -1,24 +1,24 @@
 """One reply at a time, token by token, over a cache that is kept from turn to turn."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import torch
 
 from exl2chat.engine.cache import KVCache
-from exl2chat.engine.choosing import Chooser, Limits, TokenDetails, describe
 from exl2chat.engine.constraints import Constraint
-from exl2chat.engine.decoders import MOST_DRAFTS, Decoder, Decoders
+from exl2chat.engine.decoders import MOST_DRAFTS, Decoder
 from exl2chat.engine.drafting import Speculate, choose_drafter, common_prefix
+from exl2chat.engine.generators.jobs import EndReason, Job, Token
 from exl2chat.engine.generators.language import Language
+from exl2chat.engine.generators.task import Advance, End, Task
 from exl2chat.engine.lora import Scaled, with_adapters
 from exl2chat.engine.speculation import Speculated
-from exl2chat.engine.stopping import Banned, Gate, Passed, StopConditions, StopReason
+from exl2chat.engine.stopping import StopConditions, StopReason
 from exl2chat.engine.token_table import TokenTable
 from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.errors import ChatError, ContextError, UsageError
-from exl2chat.model.detokenizer import Detokenizer
 from exl2chat.model.tokenizer import Tokenizer
 from exl2chat.settings import Sampling
 
@@ -27,7 +27,7 @@ Abort = Callable[[], bool]
 
 
 class Extras(msgspec.Struct, frozen=True):
-    """What a reply may be asked for besides its text. With any of it the host draws, on a GPU too.
+    """What a reply may be asked for besides its text. Where it bears on a token, the host draws that, on a GPU too.
 
     constraint: what the reply is; it ends as soon as that is complete. prefer_end: end it as soon as the constraint
     allows it. token_healing: the first token takes the place of the prompt's last one, whose text it repeats and goes
@@ -54,7 +54,10 @@ class Extras(msgspec.Struct, frozen=True):
 
 
 PLAIN = Extras()
-NOTHING = Passed()
+REASONS: dict[EndReason, StopReason] = {
+    "stop_token": "eos", "end_filter": "eos", "stop_string": "stop_string", "max_new_tokens": "max_tokens",
+    "context": "context", "stopped": "stopped",
+}  # fmt: skip
 
 
 class StreamResult(msgspec.Struct, frozen=True):
@@ -70,7 +73,7 @@ class StreamResult(msgspec.Struct, frozen=True):
     reply_tokens: int
     stop_reason: StopReason | None = None
     suppressed: str = ""
-    details: tuple[TokenDetails, ...] = ()
+    details: tuple[Token, ...] = ()
 
     @property
     def eos(self) -> bool:
@@ -88,33 +91,12 @@ class StreamStart(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Reply:
-    """The reply being written. `start` is where it begins in the sequence, with the text of `healed` again."""
+    """The reply being written."""
 
-    decoder: Decoder
-    new_detokenizer: Callable[[], Detokenizer]
-    detokenizer: Detokenizer
-    stop_ids: frozenset[int]
-    gate: Gate
-    limit: int | None
+    task: Task
     abort: Abort
-    settings: Sampling
-    extras: Extras
-    start: int
-    healed: str
-    held: list[tuple[int, TokenDetails | None]] = field(default_factory=list)
+    details: bool
     reason: StopReason | None = None
-
-    def text_of(self, token: int, position: int) -> str:
-        """The characters that the next token completes."""
-        text = self.detokenizer.push(token)
-        return text.removeprefix(self.healed) if position == self.start else text
-
-    def result(self, passed: Passed, count: int) -> StreamResult:
-        """The result of a step after which the reply has `count` tokens."""
-        out, self.held = self.held[: passed.tokens], self.held[passed.tokens :]
-        tokens = tuple(token for token, _ in out)
-        details = tuple(details for _, details in out if details)
-        return StreamResult(passed.text, tokens, count, self.reason, details=details)
 
 
 class StreamingGenerator:
@@ -146,7 +128,7 @@ class StreamingGenerator:
         if draft_model is not None and draft_cache is None:
             draft_cache = draft_model.new_cache(cache.capacity)
         drafter = choose_drafter(speculate, model, draft_model, draft_cache, self._size)
-        self._decoders = Decoders(model, cache, self._language.vocabulary, self._size, drafter, num_speculative_tokens)
+        self._decoder = Decoder(model, cache, self._size, drafter, num_speculative_tokens)
         self._conditions = StopConditions(tokenizer.eos_ids)
         self._reply: _Reply | None = None
         self._table: TokenTable | None = None
@@ -156,7 +138,7 @@ class StreamingGenerator:
     @property
     def speculated(self) -> Speculated:
         """What drafts did for the last reply so far."""
-        return self._decoders.speculated
+        return self._decoder.speculated
 
     def set_stop_conditions(self, conditions: Collection[int | str]) -> None:
         """Token ids and strings that end a reply, from the next `begin_stream_ex` on. Before: the tokenizer's EOS ids.
@@ -197,47 +179,19 @@ class StreamingGenerator:
         ids = self._checked(input_ids)
         if max_new_tokens is not None and max_new_tokens < 1:
             raise UsageError(f"max_new_tokens is {max_new_tokens}", "it is at least 1")
-        gate = Gate(self._conditions.strings, extras.banned_strings)
-        healed = self._take_healed(ids, extras)
-        limits = self._limits(extras, healed, continuing)
+        job = Job(
+            (tuple(ids),), max_new_tokens or self._cache.capacity, settings, self._conditions,
+            heal=extras.token_healing, banned=extras.banned_strings, constraint=extras.constraint,
+            prefer_end=extras.prefer_end, special=decode_special_tokens, top_tokens=extras.return_top_tokens,
+            probabilities=extras.wants_details, logits=extras.return_logits, continuing=continuing,
+        )  # fmt: skip
+        task = Task(job, self._language, self._cache.capacity)
         self._use(adapters)
-        cached = self._reuse(ids)
-        longest = min(self._cache.capacity, len(ids) + (max_new_tokens or self._cache.capacity))
-        decoder = self._decoders.choose(settings, ids, longest, limits)
-
-        def new_detokenizer() -> Detokenizer:
-            return self._tokenizer.detokenizer(decode_special_tokens, continuing or healed is not None)
-
-        reply = _Reply(
-            decoder,
-            new_detokenizer,
-            new_detokenizer(),
-            self._conditions.ids,
-            gate,
-            max_new_tokens,
-            abort,
-            settings,
-            extras,
-            len(ids),
-            "" if healed is None else self._language.healer.text(healed),
-        )
-        self._prefill(reply.abort, cached, on_prefill)
-        self._reply = reply
-        return StreamStart(len(ids), cached, decoder.seed)
-
-    def _take_healed(self, ids: list[int], extras: Extras) -> int | None:
-        """Take the token that is to be healed off the prompt."""
-        heals = extras.token_healing and len(ids) > 1 and self._language.healer.text(ids[-1]) != ""
-        return ids.pop() if heals else None
-
-    def _limits(self, extras: Extras, healed: int | None, continuing: bool) -> Limits | None:
-        """What limits the reply; None if nothing does and nobody asks what a GPU cannot tell."""
-        if extras == PLAIN:
-            return None
-        if extras.constraint:
-            extras.constraint.begin(continuing or healed is not None, healed)
-        first = None if healed is None else self._language.healer.continuations(healed)
-        return Limits(extras.constraint, self._conditions.ids if extras.prefer_end else frozenset(), first)
+        cached = self._reuse(task.chooser.tokens)
+        self._decoder.begin(task.chooser, min(self._cache.capacity, len(self.tokens) + job.max_new_tokens))
+        self._prefill(abort, cached, on_prefill)
+        self._reply = _Reply(task, abort, extras.wants_details)
+        return StreamStart(len(self.tokens), cached, task.chooser.seed)
 
     def stream_ex(self, banned: Collection[int] = ()) -> StreamResult:
         """Generate one token, which is none of `banned`. A result with a stop reason completes the reply; further calls
@@ -245,78 +199,25 @@ class StreamingGenerator:
         reply = self._reply
         if reply is None:
             raise ChatError("no reply was begun", "call begin_stream_ex first")
+        chooser = reply.task.chooser
         if reply.reason is not None:
-            return reply.result(NOTHING, self._count(reply))
+            return StreamResult("", (), chooser.count, reply.reason)
         if reply.abort():
-            return self._finish(reply, "stopped")
-        if reply.decoder.chooser and reply.decoder.chooser.finished:  # as a grammar of the empty text is from the start
-            return self._finish(reply, "eos")
+            return _result(reply, reply.task.finish(End("stopped")))
+        if chooser.finished:  # as a grammar of the empty text is from the start
+            return _result(reply, reply.task.finish(End("end_filter")))
         if banned:
-            self._chooser(reply).ban(len(self.tokens), banned)
+            chooser.ban(banned)
         self._claim()
         try:
-            token = reply.decoder.next(self.tokens)
+            token = self._decoder.next(chooser)
         finally:
             self._filled = self._cache.length
-        self.tokens.append(token)
-        if token in reply.stop_ids:
-            return self._finish(reply, "eos")
-        return self._emit(reply, token)
-
-    def _chooser(self, reply: _Reply) -> Chooser:
-        """What chooses the tokens of the reply. Until now a GPU may have drawn them, with the same noise."""
-        if reply.decoder.chooser is None:
-            settings = msgspec.structs.replace(reply.settings, seed=reply.decoder.seed)
-            reply.decoder = self._decoders.choose(settings, self.tokens, self._cache.capacity, Limits())
-        chooser = reply.decoder.chooser
-        if chooser is None:
-            raise TypeError("a decoder on the host has a chooser")
-        return chooser
-
-    def _count(self, reply: _Reply) -> int:
-        return len(self.tokens) - reply.start
-
-    def _emit(self, reply: _Reply, token: int) -> StreamResult:
-        """The result of an ordinary token: its text so far as it is certain, and whether the reply ends here."""
-        reply.held.append((token, self._details(reply)))
-        passed = reply.gate.push(reply.text_of(token, len(self.tokens) - 1))
-        if reply.gate.banned:
-            return self._take_back(reply, reply.gate.banned)
-        if reply.gate.found is not None:
-            reply.reason = "stop_string"
-        elif reply.decoder.chooser and reply.decoder.chooser.finished:
-            return self._finish(reply, "eos", passed)
-        elif self._count(reply) == reply.limit:
-            return self._finish(reply, "max_tokens", passed)
-        elif len(self.tokens) == self._cache.capacity:
-            return self._finish(reply, "context", passed)
-        return reply.result(passed, self._count(reply))
-
-    def _details(self, reply: _Reply) -> TokenDetails | None:
-        extras = reply.extras
-        if not extras.wants_details or (drawn := self._chooser(reply).last) is None:
-            return None
-        return describe(drawn, extras.return_top_tokens, extras.return_logits)
-
-    def _take_back(self, reply: _Reply, banned: Banned) -> StreamResult:
-        """Go back to where a banned string began, and let another token begin there."""
-        taken = self.tokens[-banned.tokens :]
-        del self.tokens[-banned.tokens :], reply.held[-banned.tokens :]
-        self._cache.truncate(len(self.tokens) - 1)
-        self._filled = self._cache.length
-        chooser = self._chooser(reply)
-        chooser.rewind(self.tokens, len(taken))
-        chooser.ban(len(self.tokens), taken[:1])
-        reply.detokenizer = reply.new_detokenizer()
-        for token in self.tokens[reply.start :]:
-            reply.detokenizer.push(token)
-        return StreamResult("", (), self._count(reply), suppressed=banned.text)
-
-    def _finish(self, reply: _Reply, reason: StopReason, passed: Passed = NOTHING) -> StreamResult:
-        """The last result: what passed and whatever was held back."""
-        reply.reason = reason
-        text = passed.text + reply.gate.flush() + reply.detokenizer.flush()
-        return reply.result(Passed(text, len(reply.held)), self._count(reply))
+        advance = reply.task.push(token)
+        if advance.rewound:
+            self._cache.truncate(len(self.tokens) - 1)
+            self._filled = self._cache.length
+        return _result(reply, advance)
 
     def _checked(self, input_ids: Sequence[int] | torch.Tensor) -> list[int]:
         """The prompt as a list; UsageError when it is no prompt, ContextError when it is too long."""
@@ -341,7 +242,7 @@ class StreamingGenerator:
         """Run the model with these adapters from now on. Nothing that was computed with others is known any more."""
         model = with_adapters(self._model, adapters)
         if model is not self._model:
-            self._model = self._decoders.model = model
+            self._model = self._decoder.model = model
             self._filled = 0
 
     def _claim(self) -> None:
@@ -369,3 +270,15 @@ class StreamingGenerator:
             self._filled = self._cache.length
             if on_prefill is not None:
                 on_prefill(self._cache.length, len(self.tokens), cached)
+
+
+def _result(reply: _Reply, advance: Advance) -> StreamResult:
+    reply.reason = None if advance.end is None else REASONS[advance.end.reason]
+    return StreamResult(
+        advance.text,
+        tuple(token.id for token in advance.tokens),
+        reply.task.chooser.count,
+        reply.reason,
+        "".join(token.text for token in advance.suppressed),
+        advance.tokens if reply.details else (),
+    )
