@@ -1,6 +1,7 @@
 """A KV cache as a pool of pages, and how tokens of several sequences look each at its own text in one step.
 
-The pool is the memory of a `KVCache`, [layers, 2, G, pages, 256, D]: a sequence's pages may lie anywhere in it.
+The pool is the memory of a `KVCache`, [layers, 2, G, pages, 256, D]: a sequence's pages may lie anywhere in it. Our
+kernels follow page tables; elsewhere pages that are apart are gathered.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ from exl2chat.engine.cache import PAGE, KVCache
 from exl2chat.engine.pages import PageCopy
 from exl2chat.engine.scheduler import Row
 from exl2chat.errors import UsageError
-from exl2chat.ops import reference
+from exl2chat.ops import Ops, reference
 from exl2chat.ops.attention import Attend, Heads
 from exl2chat.ops.packed import Norm, Weight
 
@@ -33,8 +34,15 @@ class PagedCache:
         for copy in copies:
             storage[:, :, :, copy.target, : copy.tokens] = storage[:, :, :, copy.source, : copy.tokens]
 
-    def attends(self, rows: Sequence[Row], heads: Heads, windows: Sequence[int | None]) -> list[Attend]:
+    def store(self, position: Tensor, pages: Tensor, length: int = 0) -> "PagedStore":
+        """The pages of sequences, as ops know a cache: see there."""
+        cache = self.cache
+        return PagedStore(cache.storage, cache.bits, cache.cos, cache.sin, position, pages, length)
+
+    def attends(self, ops: Ops, rows: Sequence[Row], heads: Heads, windows: Sequence[int | None]) -> Sequence[Attend]:
         """Each layer's attention in a step that runs the tokens of all `rows`, one row after another."""
+        if ops.recorded_rows:
+            return self._by_kernels(ops, rows, heads, windows)
         device = self.cache.storage.device
         texts = [_places(row, device) for row in rows]
         news = [places[row.start :] for row, places in zip(rows, texts, strict=True)]
@@ -48,6 +56,58 @@ class PagedCache:
             _PagedAttend(heads, cos, sin, layer, written, views[window])
             for layer, window in zip(layers, windows, strict=True)
         ]
+
+    def _by_kernels(
+        self, ops: Ops, rows: Sequence[Row], heads: Heads, windows: Sequence[int | None]
+    ) -> Sequence[Attend]:
+        """A launch for each row."""
+        device = self.cache.storage.device
+        alone = []
+        for row in rows:
+            position = torch.tensor([row.start], dtype=torch.int32, device=device)
+            pages = torch.tensor([row.pages], dtype=torch.int32, device=device)
+            alone.append(ops.attends(self.store(position, pages, row.start), len(row.tokens), heads, windows))
+        counts = [len(row.tokens) for row in rows]
+        return alone[0] if len(rows) == 1 else [_OneByOne(layer, counts) for layer in zip(*alone, strict=True)]
+
+
+@dataclass(slots=True)
+class PagedStore:
+    """A Store (ops.attention) of sequences whose pages lie anywhere: that of page i of sequence b is pages[b, i]."""
+
+    storage: Tensor
+    bits: int
+    cos: Tensor
+    sin: Tensor
+    position: Tensor
+    pages: Tensor
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class _OneByOne:
+    """An Attend of several sequences with `counts` new tokens each, which follow each other in qkv."""
+
+    attends: Sequence[Attend]
+    counts: Sequence[int]
+
+    def __call__(self, qkv: Tensor, head_norm: Norm | None, into: Weight) -> Tensor:  # noqa: ARG002
+        parts = qkv.split_with_sizes(list(self.counts), -2)
+        outs = [attend(part.contiguous(), head_norm, ANY) for attend, part in zip(self.attends, parts, strict=True)]
+        return torch.cat(outs)
+
+
+@dataclass(frozen=True, slots=True)
+class _AnyWeight:
+    """For an Attend whose result is to be plain [T, H * D], whatever takes it."""
+
+    nbytes: int = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+
+ANY = _AnyWeight()
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,8 +215,8 @@ def test_after_an_error_of_the_model_the_jobs_go_on(monkeypatch: pytest.MonkeyPa
     results = subject.iterate() + subject.iterate() + subject.iterate()
     run = subject._executor.run
 
-    def fail(plan: object) -> object:
-        run(plan)  # type: ignore[arg-type]
+    def fail(*step: object) -> object:
+        run(*step)  # type: ignore[arg-type]
         raise MemoryError
 
     monkeypatch.setattr(subject._executor, "run", fail)
