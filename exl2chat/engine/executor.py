@@ -14,7 +14,7 @@ from torch import Tensor
 from exl2chat.engine.cache import KVCache
 from exl2chat.engine.device_draws import Drawing
 from exl2chat.engine.paged_cache import PagedCache
-from exl2chat.engine.paged_steps import MOST, PagedSteps
+from exl2chat.engine.paged_steps import LENGTHS, MOST, PagedSteps
 from exl2chat.engine.pages import PageCopy
 from exl2chat.engine.scheduler import Row, StepPlan
 from exl2chat.engine.transformer import Transformer
@@ -61,12 +61,12 @@ class Executor:
     @property
     def last(self) -> int:
         """How many tokens of a sequence it is best given in one row of `plan.decode`, at most."""
-        return 1 if self._steps is None else self._model.ops.recorded_rows
+        return 1 if self._steps is None else LENGTHS[-1]
 
     def warm_up(self) -> None:
         """On a GPU: compile the kernels of decoding steps. ModelError where one does not compile."""
         if self._steps is not None:
-            self._steps.warm_up(self.last)
+            self._steps.warm_up()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, draws: Mapping[int, Drawing]) -> Computed:
@@ -108,9 +108,12 @@ def _decode(steps: PagedSteps, rows: Sequence[Row], draws: Mapping[int, Drawing]
     return Computed(drawn, [logits[place] for place in range(len(rows))])
 
 
-def _step(model: Transformer, paged: PagedCache, tokens: Tensor, firsts: Tensor, tables: Tensor) -> Tensor:
-    store = paged.store(firsts, tables)
-    ops = _PagedOps(model.ops, partial(model.ops.attends, store, len(tokens) // len(firsts)))
+def _step(
+    model: Transformer, paged: PagedCache, tokens: Tensor, firsts: Tensor, lasts: Tensor, tables: Tensor
+) -> Tensor:
+    each = len(tokens) // len(firsts)
+    store = paged.store(firsts, tables, last=lasts if each > 1 else None)
+    ops = _PagedOps(model.ops, partial(model.ops.attends, store, each))
     return replace(model, ops=ops).step(tokens, paged.cache, last_only=False)
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from exl2chat.engine.generators.choosing import Chooser
 
 from exl2chat.engine.cache import PAGE
 from exl2chat.engine.device_draws import Drawing
 from exl2chat.engine.executor import Executor
+from exl2chat.engine.generators.choosing import Chooser
 from exl2chat.engine.generators.dynamic import DynamicGenerator
 from exl2chat.engine.generators.jobs import Failed, Job, Streamed
 from exl2chat.engine.scheduler import Limits, Row, StepPlan
