@@ -133,21 +133,30 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 def choose_drafter(
     speculate: Speculate, model: Transformer, draft: Transformer | None, draft_cache: KVCache | None, size: int
 ) -> Drafter | None:
-    """The drafter for `model`, which draws from `size` ids. "auto" is the draft model where there is one, and n-grams
+    """The drafter of one reply at a time: see `choose_drafts`."""
+    kind = choose_drafts(speculate, model, draft, size)
+    if kind == "draft" and draft is not None and draft_cache is not None:
+        return ModelDrafter(draft, draft_cache, size)
+    return SuffixDrafter() if kind == "ngram" else None
+
+
+def choose_drafts(
+    speculate: Speculate, model: Transformer, draft: Transformer | None, size: int
+) -> Literal["draft", "ngram"] | None:
+    """What drafts for `model`, which draws from `size` ids. "auto" is the draft model where there is one, and n-grams
     where they were measured to pay (`repays_rows`). UsageError where the draft model lacks some of the ids."""
-    if draft is None or draft_cache is None:
+    if draft is None:
         if speculate == "draft":
             raise UsageError("there is no draft model to speculate with", "name one with --draft-model")
-        ngram = speculate == "ngram" or (speculate == "auto" and repays_rows(model))
-        return SuffixDrafter() if ngram else None
+        return "ngram" if speculate == "ngram" or (speculate == "auto" and repays_rows(model)) else None
     if draft.config.vocab_size < size:
         raise UsageError(
             f"the draft model has {draft.config.vocab_size} tokens and the model {size}",
             "use a draft model of the same family, with the same tokenizer",
         )
     if speculate in ("auto", "draft"):
-        return ModelDrafter(draft, draft_cache, size)
-    return SuffixDrafter() if speculate == "ngram" else None
+        return "draft"
+    return "ngram" if speculate == "ngram" else None
 
 
 def repays_rows(model: Transformer) -> bool:

@@ -1,5 +1,8 @@
 """How many tokens it pays to draft, by what drafts have cost and brought so far."""
 
+from collections.abc import Sequence
+from statistics import fmean as mean
+
 DECAY = 0.9  # of what older rounds say of the acceptance
 WEIGHT = 0.25  # of a new time beside the mean of the older ones
 PROBE = 32  # a round with one draft for so many that would have had none
@@ -45,12 +48,13 @@ class Pace:
         else:
             self.step += WEIGHT * (seconds - self.step)
 
-    def drafted(self, count: int, accepted: int, seconds: float) -> None:
-        """A round with `count` drafts, at least 1, the first `accepted` of them right, took so long with drafting."""
+    def drafted(self, count: int, accepted: Sequence[int], seconds: float) -> None:
+        """A round took so long with drafting. Of up to `count` drafts, at least 1, so many were right in each
+        sequence."""
         self._since_draft, self._last = 0, count
         self._since_step += 1
-        self._right = DECAY * self._right + accepted
-        self._wrong = DECAY * self._wrong + (accepted < count)
+        self._right = DECAY * self._right + mean(accepted)
+        self._wrong = DECAY * self._wrong + mean(right < count for right in accepted)
         if self.step:
             cost = seconds / self.step
             self._costs[count] = self._costs.get(count, cost) + WEIGHT * (cost - self._costs.get(count, cost))

@@ -189,7 +189,7 @@ class Scheduler:
         """The plan was carried out. Returns the jobs that have all their tokens now.
 
         sampled: for each job of `plan.decode`, the accepted drafts and one token more. Jobs that were ended meanwhile
-        are passed over.
+        are passed over, and those without tokens take the step again.
         """
         if plan is not self._plan:
             raise RuntimeError("this is not the step that was planned last")
@@ -198,8 +198,7 @@ class Scheduler:
             if (job := self._find(row.job)) is not None:
                 self._pages.commit(job.sequences[row.branch], len(row.tokens))
         for row in plan.decode:
-            if (job := self._find(row.job)) is not None:
-                new = sampled[row.job]
+            if (job := self._find(row.job)) is not None and (new := sampled.get(row.job)):
                 if not 1 <= len(new) <= 1 + row.drafts:
                     raise ValueError(f"{len(new)} tokens for a row of 1 to {1 + row.drafts}")
                 job.sequences[row.branch].tokens += new

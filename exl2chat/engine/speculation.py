@@ -89,7 +89,7 @@ class SpeculativeLogits:
     def _begin_round(self, tokens: Sequence[int]) -> None:
         """Tell how the last round ended, and queue the step of the next."""
         if self._drafts:
-            self._pace.drafted(len(self._drafts), self._length - self._start, self._round_seconds)
+            self._pace.drafted(len(self._drafts), [self._length - self._start], self._round_seconds)
         self._drafts, self._length = [], -1  # until the step is queued
         self._started = self._clock()
         drafts = self._propose(tokens)

@@ -82,7 +82,7 @@ class Always:
     def stepped(self, seconds: float) -> None:
         pass
 
-    def drafted(self, count: int, accepted: int, seconds: float) -> None:
+    def drafted(self, count: int, accepted: Sequence[int], seconds: float) -> None:
         pass
 
 

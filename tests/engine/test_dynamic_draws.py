@@ -12,7 +12,7 @@ from exl2chat.engine.generators.jobs import Failed, Job
 from exl2chat.engine.sampler import Sampler
 from exl2chat.engine.scheduler import StepPlan
 from exl2chat.settings import Sampling
-from tests.engine.test_dynamic import GREEDY, SETTINGS, drain, final, generator, job, prompt, reply, streamed
+from tests.engine.dynamic_jobs import GREEDY, SETTINGS, drain, final, generator, job, prompt, reply, streamed
 
 
 class Device:

@@ -21,7 +21,7 @@ def speed(costs: dict[int, float], right: Callable[[int], int], rounds: int = 20
         seconds += costs[count]
         tokens += 1 + accepted
         if count:
-            pace.drafted(count, accepted, costs[count] * 0.01)
+            pace.drafted(count, [accepted], costs[count] * 0.01)
         else:
             pace.stepped(0.01)
     return tokens / seconds
@@ -83,7 +83,7 @@ def test_no_more_is_drafted_than_allowed() -> None:
         count = pace.length()
         seen.add(count)
         if count:
-            pace.drafted(count, count, 0.0101)
+            pace.drafted(count, [count], 0.0101)
         else:
             pace.stepped(0.01)
     assert seen == {0, 1, 2, 3}

@@ -310,7 +310,7 @@ def test_a_prompt_that_is_cut_is_said_to_be(base: ExLlamaV2BaseGenerator) -> Non
 # What is refused
 
 JOB: dict[str, Any] = {"embeddings": [object()], "max_skips": 9, "other": 1}
-GENERATOR: dict[str, Any] = {"draft_model": object(), "draft_cache": object(), "use_ngram_draft": True, "other": 1}
+GENERATOR: dict[str, Any] = {"other": 1}
 
 
 @pytest.mark.parametrize("name", JOB)

@@ -5,19 +5,23 @@ A reply does not depend on the batch it ran in but for the rounding that `Execut
 seed, position and token, and its sampler's memory is its own.
 """
 
+import operator
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
+from exl2chat.engine.batch_drafting import ModelDrafts, Rounds, SuffixDrafts
 from exl2chat.engine.cache import PAGE, KVCache
 from exl2chat.engine.device_decoder import checked
 from exl2chat.engine.device_draws import Drawing
+from exl2chat.engine.drafting import Speculate, choose_drafts
 from exl2chat.engine.executor import Executor
 from exl2chat.engine.generators.jobs import Failed, Final, Job, Prefilled, Result, Started, Streamed, Times
 from exl2chat.engine.generators.language import Language
-from exl2chat.engine.generators.task import End, Task
+from exl2chat.engine.generators.task import Advance, End, Task
 from exl2chat.engine.lora import Scaled, cache_salt, with_adapters
 from exl2chat.engine.pages import PageTable
 from exl2chat.engine.scheduler import Limits, Scheduler, StepPlan
@@ -39,6 +43,27 @@ class _Running:
     drawing: Drawing
     times: Times
     cached: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What a step computed for a job: the logits [prompts, 1 + drafts, V], or the token that a device `drew`. Then the
+    tokens of its reply that came of it, and what is to happen to the job."""
+
+    serial: int
+    drafts: tuple[int, ...]
+    logits: NDArray[np.float32] | None
+    drew: int = 0
+    tokens: list[int] = field(default_factory=list)
+    rewound: int = 0
+    over: bool = False
+
+    @property
+    def accepted(self) -> int:
+        """How many drafts were right."""
+        return sum(map(operator.eq, self.tokens, self.drafts))
 
 
 class DynamicGenerator:
@@ -47,18 +72,36 @@ class DynamicGenerator:
     Another generator may use the cache between steps: what it holds is then read again.
     """
 
-    def __init__(self, model: Transformer, cache: KVCache, tokenizer: Tokenizer, limits: Limits | None = None) -> None:
-        """limits.drafts is 0. UsageError for a quantised cache."""
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        tokenizer: Tokenizer,
+        limits: Limits | None = None,
+        draft_model: Transformer | None = None,
+        draft_cache: KVCache | None = None,
+        speculate: Speculate = "auto",
+    ) -> None:
+        """With limits.drafts, up to so many tokens of each reply are drafted at a time, as `speculate` says
+        (`drafting.choose_drafts`). The draft model's cache, by default one as long as `cache`, is used by nobody else.
+        UsageError for a quantised cache."""
         limits = limits or Limits(batch=64, queue=MANY, chunk=prefill_chunk(model.device))
-        if limits.drafts:
-            raise UsageError("the dynamic generator does not draft yet", "leave limits.drafts at 0")
         self.language = Language(tokenizer, model.config.vocab_size)
         self._model, self._cache = model, cache
         self._executor = Executor(model, cache, self.language.size)
         self._salt = cache_salt(())
         self._scheduler = Scheduler(PageTable(self._executor.pages, PAGE), limits, self._executor.last)
         self._jobs: dict[int, _Running] = {}
-        cache.truncate(0)
+        self._caches = [cache]
+        self._draft_model: ModelDrafts | None = None
+        drafts = choose_drafts(speculate, model, draft_model, self.language.size) if limits.drafts else None
+        if drafts == "draft" and draft_model is not None:
+            draft_cache = draft_cache or draft_model.new_cache(cache.capacity)
+            self._caches.append(draft_cache)
+            self._draft_model = ModelDrafts(draft_model, draft_cache, self._executor.pages, self.language.size)
+        drafter = SuffixDrafts() if drafts == "ngram" else self._draft_model
+        self._rounds = Rounds(drafter, limits.drafts) if drafter else None
+        self._empty()
 
     @property
     def remaining(self) -> int:
@@ -158,23 +201,58 @@ class DynamicGenerator:
         plan = self._scheduler.plan()
         try:
             started = self._start(plan)
-            sampled, failed = self._draw(plan)
+            turns = self._compute(plan)
         except BaseException:
             self._scheduler.reset()
             raise
-        self._scheduler.commit(plan, sampled)
-        results = [*started, *failed, *self._prefilled(plan)]
-        for serial, (token,) in sampled.items():
-            results += self._advance(serial, token)
+        results = self._write(plan, turns)
+        if self._rounds is not None:
+            self._rounds.end(plan, [len(turn.drafts) for turn in turns], [turn.accepted for turn in turns])
         if not self._jobs:
-            self._executor.copy(self._scheduler.defragment())
-        return results
+            self._defragment()
+        return [*started, *results, *self._prefilled(plan)]
+
+    def _compute(self, plan: StepPlan) -> list[_Turn]:
+        """Carry out a step, with drafts behind the last tokens; what it computed for each job."""
+        step = plan
+        if self._rounds is not None:
+            step = self._rounds.begin(plan, {serial: job.task.chooser for serial, job in self._jobs.items()})
+        drafts = {new.job: new.tokens[len(old.tokens) :] for old, new in zip(plan.decode, step.decode, strict=True)}
+        places: dict[int, list[int]] = {}
+        for place, row in enumerate(step.decode):
+            places.setdefault(row.job, []).append(place)
+        jobs = {serial: self._jobs[serial] for serial in places}
+        draws = {
+            serial: job.drawing for serial, job in jobs.items() if job.task.chooser.on_device and not drafts[serial]
+        }
+        computed = self._executor.run(step, draws)
+        turns = []
+        for serial, rows in places.items():
+            if serial in computed.drawn:
+                turns.append(_Turn(serial, (), None, computed.drawn[serial]))
+            else:
+                logits = np.stack([computed.logits(row)[-1 - len(drafts[serial]) :] for row in rows])
+                turns.append(_Turn(serial, drafts[serial], logits))
+        if self._rounds is not None:
+            self._rounds.computed()
+        return turns
+
+    def _defragment(self) -> None:
+        copies = self._scheduler.defragment()
+        self._executor.copy(copies)
+        if self._draft_model is not None:
+            self._draft_model.copy(copies)
 
     def _claim(self) -> None:
-        """Whoever used the cache since the last step has overwritten its pages."""
-        if not self._cache.claim(self) or self._cache.length:
+        """Whoever used a cache since the last step has overwritten its pages."""
+        kept = [cache.claim(self) and cache.length == 0 for cache in self._caches]
+        if not all(kept):
             self._scheduler.reset()
-            self._cache.truncate(0)
+            self._empty()
+
+    def _empty(self) -> None:
+        for cache in self._caches:
+            cache.truncate(0)
 
     def _start(self, plan: StepPlan) -> list[Result]:
         """The jobs that began to run for the first time: one that lost its pages begins again without a word."""
@@ -186,30 +264,45 @@ class DynamicGenerator:
                 results.append(Started(serial))
         return results
 
-    def _draw(self, plan: StepPlan) -> tuple[dict[int, list[int]], list[Result]]:
-        """The tokens of this step by job; and the jobs that can have none, which are ended."""
-        rows: dict[int, list[int]] = {}
-        for n, row in enumerate(plan.decode):
-            rows.setdefault(row.job, []).append(n)
-        drawings = {serial: self._jobs[serial].drawing for serial in rows if self._jobs[serial].task.chooser.on_device}
-        computed = self._executor.run(plan, drawings)
-        sampled: dict[int, list[int]] = {}
-        failed: list[Result] = []
-        for serial, places in rows.items():
-            job = self._jobs[serial]
-            if not job.times.drew:
-                job.times.drew = time.perf_counter()
-                job.cached = self._scheduler.progress(serial).cached
-            try:
-                if serial in computed.drawn:
-                    sampled[serial] = [checked(computed.drawn[serial])]
-                else:
-                    logits = np.stack([computed.logits(place)[-1] for place in places])
-                    sampled[serial] = [job.task.chooser.draw(logits)]
-            except Exception as error:  # of a filter or a hook, too
-                failed.append(Failed(serial, error, job.task.text))
-                self.cancel(serial)
-        return sampled, failed
+    def _write(self, plan: StepPlan, turns: Sequence[_Turn]) -> list[Result]:
+        """The tokens of this step. Whatever happens, the scheduler knows of every one that a reply has."""
+        results: list[Result] = []
+        try:
+            for turn in turns:
+                results += self._write_turn(turn)
+        finally:
+            self._scheduler.commit(plan, {turn.serial: turn.tokens for turn in turns})
+            for turn in turns:
+                if turn.over:
+                    self.cancel(turn.serial)
+                elif turn.rewound:
+                    self._scheduler.rewind(turn.serial, turn.rewound)
+        return results
+
+    def _write_turn(self, turn: _Turn) -> list[Result]:
+        """The tokens of one job, up to one that is not the draft."""
+        job = self._jobs[turn.serial]
+        if not job.times.drew:
+            job.times.drew = time.perf_counter()
+            job.cached = self._scheduler.progress(turn.serial).cached
+        job.drafted += len(turn.drafts)
+        results: list[Result] = []
+        try:
+            for number in range(1 + len(turn.drafts)):
+                chooser, logits = job.task.chooser, turn.logits
+                token = checked(turn.drew) if logits is None else chooser.draw(logits[:, number])
+                advance = job.task.push(token)
+                turn.tokens.append(token)
+                right = number < len(turn.drafts) and token == turn.drafts[number]
+                job.accepted += right
+                turn.rewound, turn.over = advance.rewound, advance.end is not None
+                results += _streamed(turn.serial, job, advance)
+                if turn.over or turn.rewound or not right:
+                    break
+        except Exception as error:  # of a filter or a hook, too
+            turn.over = True
+            results.append(Failed(turn.serial, error, job.task.text))
+        return results
 
     def _prefilled(self, plan: StepPlan) -> list[Result]:
         results: list[Result] = []
@@ -219,23 +312,13 @@ class DynamicGenerator:
                 results.append(Prefilled(serial, progress.computed, progress.total))
         return results
 
-    def _advance(self, serial: int, token: int) -> list[Result]:
-        """What a token just drawn adds to a reply."""
-        job = self._jobs[serial]
-        try:
-            advance = job.task.push(token)
-        except Exception as error:
-            self.cancel(serial)
-            return [Failed(serial, error, job.task.text)]
-        if advance.rewound:
-            self._scheduler.rewind(serial, advance.rewound)
-        final = None
-        if advance.end is not None:
-            final = _final(job, advance.end)
-            self.cancel(serial)
-        if not advance.tokens and not advance.text and not advance.suppressed and final is None:
-            return []
-        return [Streamed(serial, advance.text, advance.tokens, advance.suppressed, final)]
+
+def _streamed(serial: int, job: _Running, advance: Advance) -> list[Result]:
+    """What a token adds to a reply, if it is anything."""
+    if not advance.tokens and not advance.text and not advance.suppressed and advance.end is None:
+        return []
+    final = _final(job, advance.end) if advance.end else None
+    return [Streamed(serial, advance.text, advance.tokens, advance.suppressed, final)]
 
 
 def _final(job: _Running, end: End) -> Final:
@@ -254,4 +337,6 @@ def _final(job: _Running, end: End) -> Final:
         string=end.string,
         withheld_text=end.withheld_text,
         withheld=end.withheld,
+        drafted=job.drafted,
+        accepted=job.accepted,
     )

@@ -96,7 +96,8 @@ class Token:
 @dataclass(frozen=True, slots=True)
 class Final:
     """How a job ended. text: all of the reply. `token` or `string` is what ended it; `withheld` tokens are those of
-    which a stop string has a part. new_tokens counts a stop id too. Seconds spent waiting, reading and writing."""
+    which a stop string has a part. new_tokens counts a stop id too. Seconds spent waiting, reading and writing. Of
+    the tokens `drafted`, those `accepted` became part of the reply."""
 
     reason: EndReason
     text: str
@@ -111,11 +112,13 @@ class Final:
     string: str | None = None
     withheld_text: str = ""
     withheld: tuple[Token, ...] = ()
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """What one step added to a reply; "" while a character, a stop string or a banned string may be forming.
+    """What a token added to a reply; "" while a character, a stop string or a banned string may be forming.
 
     `suppressed` tokens spelled a banned string and were taken back.
     """

@@ -95,7 +95,7 @@ class ExLlamaV2DynamicGenerator:
         max_q_size: int = 8,
         draft_model: ExLlamaV2 | None = None,
         draft_cache: ExLlamaV2Cache | None = None,
-        num_draft_tokens: int = 4,  # noqa: ARG002
+        num_draft_tokens: int = 4,
         use_ngram_draft: bool = False,
         max_ngram: int = 4,  # noqa: ARG002
         max_sampling_threads: int = 16,  # noqa: ARG002
@@ -105,18 +105,29 @@ class ExLlamaV2DynamicGenerator:
         **kwargs: Any,
     ) -> None:
         """max_batch_size sequences run at a time (None: config.max_input_len // max_q_size), none longer than
-        max_seq_len (None: the cache); max_chunk_size tokens of prompts are read in a step.
+        max_seq_len (None: the cache); max_chunk_size tokens of prompts are read in a step. Up to num_draft_tokens are
+        drafted at a time, by draft_model over draft_cache (None: one as long as the cache) or by n-grams.
 
-        The sizes of drafts matter only with a draft. Threads, paged and filter_background_eval change no result here:
-        pages work on every device, and sampling is done in one thread.
+        max_ngram, threads, paged and filter_background_eval change no result here: pages work on every device, and
+        sampling is done in one thread.
         """
-        where = "ExLlamaV2DynamicGenerator"
-        refuse_set(where, draft_model=draft_model, draft_cache=draft_cache, use_ngram_draft=use_ngram_draft, **kwargs)
+        refuse_set("ExLlamaV2DynamicGenerator", **kwargs)
+        if draft_model and use_ngram_draft:
+            raise UsageError("a draft model and use_ngram_draft exclude each other", "leave one of them out")
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self.max_seq_len = max_seq_len or cache.max_seq_len
         batch = max_batch_size or max(1, model.config.max_input_len // max_q_size)
-        limits = Limits(batch=batch, queue=MANY, chunk=max_chunk_size or prefill_chunk(model.transformer.device))
-        self.engine = DynamicGenerator(model.transformer, cache.kv, tokenizer.tokenizer, limits)
+        drafts = num_draft_tokens if draft_model or use_ngram_draft else 0
+        chunk = max_chunk_size or prefill_chunk(model.transformer.device)
+        self.engine = DynamicGenerator(
+            model.transformer,
+            cache.kv,
+            tokenizer.tokenizer,
+            Limits(batch=batch, queue=MANY, chunk=chunk, drafts=drafts),
+            draft_model.transformer if draft_model else None,
+            draft_cache.kv if draft_cache else None,
+            "draft" if draft_model else "ngram" if use_ngram_draft else "off",
+        )
         self._jobs: dict[int, ExLlamaV2DynamicJob] = {}
 
     def warmup(self) -> None:

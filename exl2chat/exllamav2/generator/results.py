@@ -75,6 +75,9 @@ def _final(final: Final, tokenizer: ExLlamaV2Tokenizer) -> Record:
         record["eos_triggering_token_str"] = tokenizer.tokenizer.token_of(final.token)
     if final.string is not None:
         record["eos_triggering_string"] = final.string
+    if final.drafted:
+        record["accepted_draft_tokens"] = final.accepted
+        record["rejected_draft_tokens"] = final.drafted - final.accepted
     if final.withheld:
         record["held"] = _tokens(final.withheld_text, final.withheld)
     return record

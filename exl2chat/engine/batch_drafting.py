@@ -1,0 +1,141 @@
+"""Drafts for many replies at once: the guesses of engine/drafting.py, for the decoding rows of a step."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from exl2chat.engine.cache import KVCache
+from exl2chat.engine.drafting import SuffixDrafter
+from exl2chat.engine.executor import Executor
+from exl2chat.engine.generators.choosing import Chooser
+from exl2chat.engine.pace import Pace
+from exl2chat.engine.pages import PageCopy
+from exl2chat.engine.scheduler import Row, StepPlan
+from exl2chat.engine.transformer import Transformer
+from exl2chat.errors import ChatError, UsageError
+
+Choosers = Mapping[int, Chooser]  # of all jobs
+
+
+class BatchDrafter(Protocol):
+    """Proposes tokens of jobs."""
+
+    def follow(self, plan: StepPlan) -> None:
+        """A step is about to be carried out. Its decoding rows are not looked at."""
+
+    def propose(self, rows: Sequence[Row], choosers: Choosers, count: int) -> Mapping[int, Sequence[int]]:
+        """For the job of each row at most `count` tokens, and no more than the row has room for."""
+
+
+class SuffixDrafts:
+    """What followed earlier in the text of each job: a SuffixDrafter for every one."""
+
+    def __init__(self) -> None:
+        self._drafters: dict[int, SuffixDrafter] = {}
+
+    def follow(self, plan: StepPlan) -> None:
+        """Nothing depends on it."""
+
+    def propose(self, rows: Sequence[Row], choosers: Choosers, count: int) -> Mapping[int, Sequence[int]]:
+        self._drafters = {job: self._drafters.get(job) or SuffixDrafter() for job in choosers}
+        return {
+            row.job: self._drafters[row.job].propose(choosers[row.job].tokens, most)
+            for row in rows
+            if (most := min(count, row.drafts))
+        }
+
+
+class ModelDrafts:
+    """A smaller model of the same vocabulary, over pages of its own cache that go by the same numbers: what is cached
+    for a model is for its draft model too. Where it is not, as after a page was shared by way of a reply that ended,
+    guesses are worse and nothing else."""
+
+    def __init__(self, model: Transformer, cache: KVCache, pages: int, size: int) -> None:
+        """Drafts of the first `size` ids. UsageError where the cache has fewer than `pages` pages."""
+        self._executor, self._size = Executor(model, cache, size), size
+        if self._executor.pages < pages:
+            raise UsageError(
+                f"the draft model's cache has {self._executor.pages} pages, and that of the model {pages}",
+                "make it as long as the other",
+            )
+        self._known: dict[int, int] = {}  # tokens of a job's text that are in the cache
+
+    def follow(self, plan: StepPlan) -> None:
+        for job in (*plan.started, *plan.preempted):
+            self._known.pop(job, None)
+        self._executor.run(replace(plan, decode=()), {})
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Page copies outside of a step."""
+        self._executor.copy(copies)
+
+    def propose(self, rows: Sequence[Row], choosers: Choosers, count: int) -> Mapping[int, Sequence[int]]:
+        missing = [row for row in (self._missing(row, choosers[row.job]) for row in rows) if row.tokens]
+        drafts: dict[int, list[int]] = {row.job: [] for row in rows}
+        going = list(rows)
+        for number in range(count):
+            going = [row for row in going if len(drafts[row.job]) == number < row.drafts]
+            if not going:
+                break
+            step = [_after(row, drafts[row.job]) for row in going]
+            plan = StepPlan((), (), (), () if number else tuple(missing), tuple(step))
+            computed = self._executor.run(plan, {})
+            for place, row in enumerate(step):
+                try:
+                    token = choosers[row.job].guess(computed.logits(place)[0, : self._size], row.start + 1)
+                except ChatError:  # its logits are no numbers: the drafts of this job end here
+                    continue
+                drafts[row.job].append(token)
+                self._known[row.job] = row.start + 1
+        self._known = {job: known for job, known in self._known.items() if job in choosers}
+        return drafts
+
+    def _missing(self, row: Row, chooser: Chooser) -> Row:
+        """What the cache lacks of the text before the last token: what came of steps without drafts, or the last draft
+        of a round in which all were right."""
+        end = len(chooser.tokens) - 1
+        start = min(self._known.get(row.job, row.start), end)
+        self._known[row.job] = start
+        return replace(row, start=start, tokens=tuple(chooser.tokens[start:end]))
+
+
+def _after(row: Row, drafts: Sequence[int]) -> Row:
+    """The last token of a row, or of its drafts, as a row."""
+    last = drafts[-1] if drafts else row.tokens[-1]
+    return replace(row, start=row.start + len(row.tokens) - 1 + len(drafts), tokens=(last,))
+
+
+class Rounds:
+    """Steps with as many drafts as pay, by a Pace for batches of about the same size."""
+
+    def __init__(self, drafter: BatchDrafter, most: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Up to `most` drafts for a sequence."""
+        self._drafter, self._most, self._clock = drafter, most, clock
+        self._paces: dict[int, Pace] = {}
+        self._started = 0.0
+
+    def begin(self, plan: StepPlan, choosers: Choosers) -> StepPlan:
+        """`plan` with drafts behind the tokens of its decoding rows. Both sequences of a job get the same."""
+        self._started = self._clock()
+        self._drafter.follow(plan)
+        firsts = [row for row in plan.decode if row.branch == 0]
+        drafts = self._drafter.propose(firsts, choosers, self._pace(plan).length())
+        rows = [replace(row, tokens=(*row.tokens, *drafts.get(row.job, ()))) for row in plan.decode]
+        return replace(plan, decode=tuple(rows))
+
+    def computed(self) -> None:
+        """The step has been carried out."""
+        self._started = self._clock() - self._started
+
+    def end(self, plan: StepPlan, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """How many drafts each job of `plan.decode` had, and how many of them were right."""
+        if plan.prefill or not plan.decode:
+            return  # it took longer than decoding does
+        if most := max(drafted):
+            self._pace(plan).drafted(most, accepted, self._started)
+        else:
+            self._pace(plan).stepped(self._started)
+
+    def _pace(self, plan: StepPlan) -> Pace:
+        return self._paces.setdefault(len(plan.decode).bit_length(), Pace(self._most))
