@@ -79,33 +79,35 @@ class Executor:
         if self._steps is None:
             logits = self._run(plan.decode, last_only=False)
             return Computed({}, logits.split_with_sizes([len(row.tokens) for row in plan.decode]))
-        return _decode(self._steps, plan.decode, draws)
+        return self._decode(self._steps, plan.decode, draws)
 
     @torch.inference_mode()
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Page copies outside of a step."""
         self._paged.copy(copies)
 
+    def _decode(self, steps: PagedSteps, rows: Sequence[Row], draws: Mapping[int, Drawing]) -> Computed:
+        """Rows of one token together, and each row of several by itself."""
+        single = [place for place, row in enumerate(rows) if len(row.tokens) == 1]
+        groups = [single[first : first + MOST] for first in range(0, len(single), MOST)]
+        groups += [[place] for place, row in enumerate(rows) if len(row.tokens) > 1]
+        drawn: dict[int, int] = {}
+        logits: dict[int, Tensor] = {}
+        for places in groups:
+            some = [rows[place] for place in places]
+            if len(some[0].tokens) > MOST:  # with drafts behind its last tokens
+                logits[places[0]] = self._run(some, last_only=False)
+                continue
+            computed, tokens = steps.run(some, draws)
+            computed = computed.clone() if len(groups) > 1 else computed  # the next step overwrites it
+            logits |= zip(places, computed.split_with_sizes([len(row.tokens) for row in some]), strict=True)
+            drawn |= {row.job: token for row, token in zip(some, tokens, strict=True) if row.job in draws}
+        return Computed(drawn, [logits[place] for place in range(len(rows))])
+
     def _run(self, rows: Sequence[Row], last_only: bool) -> Tensor:
         tokens = torch.tensor([token for row in rows for token in row.tokens], device=self._model.device)
         ops = _PagedOps(self._model.ops, partial(self._paged.attends, self._model.ops, rows))
         return replace(self._model, ops=ops).step(tokens, self._paged.cache, last_only)
-
-
-def _decode(steps: PagedSteps, rows: Sequence[Row], draws: Mapping[int, Drawing]) -> Computed:
-    """Rows of one token together, and each row of several by itself."""
-    single = [place for place, row in enumerate(rows) if len(row.tokens) == 1]
-    groups = [single[first : first + MOST] for first in range(0, len(single), MOST)]
-    groups += [[place] for place, row in enumerate(rows) if len(row.tokens) > 1]
-    drawn: dict[int, int] = {}
-    logits: dict[int, Tensor] = {}
-    for places in groups:
-        some = [rows[place] for place in places]
-        computed, tokens = steps.run(some, draws)
-        computed = computed.clone() if len(groups) > 1 else computed  # the next step overwrites it
-        logits |= zip(places, computed.split_with_sizes([len(row.tokens) for row in some]), strict=True)
-        drawn |= {row.job: token for row, token in zip(some, tokens, strict=True) if row.job in draws}
-    return Computed(drawn, [logits[place] for place in range(len(rows))])
 
 
 def _step(

@@ -131,8 +131,10 @@ def test_rows_of_several_tokens_are_steps_of_their_own() -> None:
     model = byte_model()
     executor = Executor(model, model.new_cache(PAGE), VOCABULARY)
     steps = executor._steps = FakeSteps()  # type: ignore[assignment]
-    rows = (row(5, 0, 1, 2, 3), row(6, 0, 4), row(7, 0, 5, 6), row(8, 0, 7))
-    computed = executor.run(StepPlan((), (), (), (), rows), {7: Drawing(PLAIN, [])})
+    longest = row(9, 0, *range(MOST + 1))
+    rows = (row(5, 0, 1, 2, 3), row(6, 0, 4), row(7, 0, 5, 6), longest, row(8, 0, 7))
+    computed = executor.run(StepPlan((), (), (), (), rows), {7: Drawing(PLAIN, []), 9: Drawing(PLAIN, [])})
     assert steps.asked == [[6, 8], [5], [7]]
     assert computed.drawn == {7: 7}
-    assert [computed.logits(place).ravel().tolist() for place in range(4)] == [[1, 2, 3], [4], [5, 6], [7]]
+    assert [computed.logits(place).ravel().tolist() for place in (0, 1, 2, 4)] == [[1, 2, 3], [4], [5, 6], [7]]
+    assert computed.logits(3).shape == (MOST + 1, model.config.vocab_size)
