@@ -43,7 +43,7 @@ class Executor:
 
     A row's logits are those that it would have alone, up to the rounding of matrix products: these may add up in
     another order when they multiply more rows, so that a tie of two tokens to the last bits may fall the other way. On
-    a GPU with our kernels they do not as long as up to 8 rows of a token run, nor while 17 to 64 do.
+    a GPU with our kernels they do not as long as there are 1 to 8 rows of a token, or 9 to 16, or 17 to 64.
     """
 
     def __init__(self, model: Transformer, cache: KVCache, vocabulary: int) -> None:

@@ -24,6 +24,7 @@ from exl2chat.settings import Sampling
 CUDA = torch.device("cuda")
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 MODELS = ("llama-6.0bpw-exl2", "gemma2-4.0bpw-exl2", "mistral-4.0bpw-exl2", "llama-gptq4-g128-asym")
+POOL = 128  # pages
 SETTINGS = (
     Sampling(temperature=0),
     Sampling(seed=1),
@@ -52,10 +53,10 @@ class Texts:
     """Texts of many lengths in pages that lie in no order, all but the last `left` tokens of each computed."""
 
     def __init__(self, model: Transformer, count: int, left: int = 1) -> None:
-        self.tokens = [text(length, length) for length in [300, 5, 270, 600, 33, 257, *range(40, 300, 13)][:count]]
-        order = iter(np.random.default_rng(1).permutation(64).tolist())
+        self.tokens = [text(length, length) for length in [300, 5, 270, 600, 33, 257, *range(40, 300, 7)][:count]]
+        order = iter(np.random.default_rng(1).permutation(POOL).tolist())
         pages = [tuple(next(order) for _ in range(len(tokens) // PAGE + 1)) for tokens in self.tokens]
-        self.cache = model.new_cache(64 * PAGE)
+        self.cache = model.new_cache(POOL * PAGE)
         self.cache.storage.fill_(torch.nan)
         self.executor = Executor(model, self.cache, 200)
         self.executor.warm_up()
@@ -87,12 +88,14 @@ def test_sequences_in_scattered_pages_compute_what_they_would_alone(name: str) -
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_up_to_eight_rows_are_the_same_bits_in_any_company(name: str) -> None:
-    texts = Texts(load(name), 8)
-    single = [texts.logits([job])[0] for job in range(8)]
-    for jobs in ((0, 1), (2, 3, 4), (5, 1, 0, 7, 6), tuple(range(8))):
-        for job, logits in zip(jobs, texts.logits(jobs), strict=True):
-            assert np.array_equal(logits, single[job])
+@pytest.mark.parametrize(("least", "most"), [(1, 8), (9, 16), (17, 44)])
+def test_so_many_rows_are_the_same_bits_in_any_company(name: str, least: int, most: int) -> None:
+    texts = Texts(load(name), most)
+    whole = texts.logits(range(most))
+    for first in range(0, most - least, 5):
+        some = [*range(first, first + least)][::-1]
+        for job, logits in zip(some, texts.logits(some), strict=True):
+            assert np.array_equal(logits, whole[job])
 
 
 @pytest.mark.parametrize("name", MODELS)
