@@ -35,8 +35,8 @@ SETTINGS = (
 )
 
 
-def load(name: str) -> Transformer:
-    model = Transformer.load(open_checkpoint(GOLDEN / name), CUDA, torch.float16, silent)
+def load(name: str, bits: int = 16) -> Transformer:
+    model = Transformer.load(open_checkpoint(GOLDEN / name), CUDA, torch.float16, silent, bits)
     model.warm_up(model.new_cache(512), silent)  # so that kernels are compiled side by side
     return model
 
@@ -57,7 +57,7 @@ class Texts:
         order = iter(np.random.default_rng(1).permutation(POOL).tolist())
         pages = [tuple(next(order) for _ in range(len(tokens) // PAGE + 1)) for tokens in self.tokens]
         self.cache = model.new_cache(POOL * PAGE)
-        self.cache.storage.fill_(torch.nan)
+        self.cache.storage.view(torch.uint8).fill_(255)  # as numbers, none
         self.executor = Executor(model, self.cache, 200)
         self.executor.warm_up()
         self.rows = []
@@ -76,15 +76,15 @@ def alone(model: Transformer, tokens: list[int]) -> np.ndarray:
     return model.forward(torch.tensor(tokens, device=CUDA), model.new_cache(1024), last_only=True)[0].numpy(force=True)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_sequences_in_scattered_pages_compute_what_they_would_alone(name: str) -> None:
-    model = load(name)
+@pytest.mark.parametrize(("name", "bits"), [*((name, 16) for name in MODELS), (MODELS[0], 8), (MODELS[2], 4)])
+def test_sequences_in_scattered_pages_compute_what_they_would_alone(name: str, bits: int) -> None:
+    model = load(name, bits)
     texts = Texts(model, 20)
     for count in (1, 3, 8, 20):
         for _ in range(2):  # as it is, and as a graph
             for job, logits in enumerate(texts.logits(range(count))):
                 expected = alone(model, texts.tokens[job])
-                np.testing.assert_allclose(logits, expected, atol=0.02 * float(np.abs(expected).max()))
+                np.testing.assert_allclose(logits, expected, atol=0.03 * float(np.abs(expected).max()))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -98,16 +98,16 @@ def test_so_many_rows_are_the_same_bits_in_any_company(name: str, least: int, mo
             assert np.array_equal(logits, whole[job])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "bits"), [*((name, 16) for name in MODELS), (MODELS[0], 8), (MODELS[2], 4)])
 @pytest.mark.parametrize("left", [2, 20, 33, 64])
-def test_the_last_tokens_of_a_text_are_one_step(name: str, left: int) -> None:
+def test_the_last_tokens_of_a_text_are_one_step(name: str, bits: int, left: int) -> None:
     """Of some texts they go over the end of a page."""
-    model = load(name)
+    model = load(name, bits)
     texts = Texts(model, 6, left)
     for _ in range(2):
         for job, logits in zip((3, 1, 0, 5, 2, 4), texts.logits([3, 1, 0, 5, 2, 4]), strict=True):
             expected = alone(model, texts.tokens[job])
-            np.testing.assert_allclose(logits, expected, atol=0.02 * float(np.abs(expected).max()))
+            np.testing.assert_allclose(logits, expected, atol=0.03 * float(np.abs(expected).max()))
 
 
 @pytest.mark.parametrize("left", [1, 20])
@@ -116,7 +116,7 @@ def test_what_fills_a_step_up_is_written_nowhere(left: int) -> None:
     before = texts.cache.storage.clone()
     texts.logits(range(5))
     texts.logits(range(5))
-    changed = (texts.cache.storage != before) & ~(texts.cache.storage.isnan() & before.isnan())
+    changed = texts.cache.storage.view(torch.int16) != before.view(torch.int16)
     places = changed.any(-1).any(2).any(1).any(0).nonzero().tolist()
     new = [(row, place) for row in texts.rows for place in range(row.start, row.start + len(row.tokens))]
     assert sorted(places) == sorted([row.pages[place // PAGE], place % PAGE] for row, place in new)
