@@ -53,7 +53,7 @@ class ModelDrafts:
 
     def __init__(self, model: Transformer, cache: KVCache, pages: int, size: int) -> None:
         """Drafts of the first `size` ids. UsageError where the cache has fewer than `pages` pages."""
-        self._executor, self._size = Executor(model, cache), size
+        self._executor, self._size = Executor(model, cache, size), size
         if self._executor.pages < pages:
             raise UsageError(
                 f"the draft model's cache has {self._executor.pages} pages, and that of the model {pages}",
@@ -64,7 +64,7 @@ class ModelDrafts:
     def follow(self, plan: StepPlan) -> None:
         for job in (*plan.started, *plan.preempted):
             self._known.pop(job, None)
-        self._executor.run(replace(plan, decode=()))
+        self._executor.run(replace(plan, decode=()), {})
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Page copies outside of a step."""
@@ -80,9 +80,10 @@ class ModelDrafts:
                 break
             step = [_after(row, drafts[row.job]) for row in going]
             plan = StepPlan((), (), (), () if number else tuple(missing), tuple(step))
-            for row, logits in zip(step, self._executor.run(plan), strict=True):
+            computed = self._executor.run(plan, {})
+            for place, row in enumerate(step):
                 try:
-                    token = choosers[row.job].guess(logits[: self._size], row.start + 1)
+                    token = choosers[row.job].guess(computed.logits(place)[0, : self._size], row.start + 1)
                 except ChatError:  # its logits are no numbers: the drafts of this job end here
                     continue
                 drafts[row.job].append(token)
