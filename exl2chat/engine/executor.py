@@ -13,6 +13,7 @@ from torch import Tensor
 
 from exl2chat.engine.cache import KVCache
 from exl2chat.engine.device_draws import Drawing
+from exl2chat.engine.embeddings import FIRST_ID, InputEmbeddings
 from exl2chat.engine.paged_cache import PagedCache
 from exl2chat.engine.paged_steps import LENGTHS, MOST, PagedSteps
 from exl2chat.engine.pages import PageCopy
@@ -81,23 +82,30 @@ class Executor:
             return Computed({}, logits.split_with_sizes([len(row.tokens) for row in plan.decode]))
         return self._decode(self._steps, plan.decode, draws)
 
+    def embed(self, embedded: tuple[InputEmbeddings, ...]) -> None:
+        """The embeddings of all jobs in the next step."""
+        if embedded != self._model.embedded:
+            self._model = replace(self._model, embedded=embedded)
+
     @torch.inference_mode()
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Page copies outside of a step."""
         self._paged.copy(copies)
 
     def _decode(self, steps: PagedSteps, rows: Sequence[Row], draws: Mapping[int, Drawing]) -> Computed:
-        """Rows of one token together, and each row of several by itself."""
-        single = [place for place, row in enumerate(rows) if len(row.tokens) == 1]
+        """Rows of one token together, and each row of several by itself; as they come, and no graphs, those that have
+        embeddings or too many tokens, drafts among them."""
+        logits = {
+            place: self._run([row], last_only=False)
+            for place, row in enumerate(rows)
+            if len(row.tokens) > MOST or max(row.tokens) >= FIRST_ID
+        }
+        single = [place for place, row in enumerate(rows) if len(row.tokens) == 1 and place not in logits]
         groups = [single[first : first + MOST] for first in range(0, len(single), MOST)]
-        groups += [[place] for place, row in enumerate(rows) if len(row.tokens) > 1]
+        groups += [[place] for place, row in enumerate(rows) if len(row.tokens) > 1 and place not in logits]
         drawn: dict[int, int] = {}
-        logits: dict[int, Tensor] = {}
         for places in groups:
             some = [rows[place] for place in places]
-            if len(some[0].tokens) > MOST:  # with drafts behind its last tokens
-                logits[places[0]] = self._run(some, last_only=False)
-                continue
             computed, tokens = steps.run(some, draws)
             computed = computed.clone() if len(groups) > 1 else computed  # the next step overwrites it
             logits |= zip(places, computed.split_with_sizes([len(row.tokens) for row in some]), strict=True)
@@ -105,9 +113,9 @@ class Executor:
         return Computed(drawn, [logits[place] for place in range(len(rows))])
 
     def _run(self, rows: Sequence[Row], last_only: bool) -> Tensor:
-        tokens = torch.tensor([token for row in rows for token in row.tokens], device=self._model.device)
+        inputs = self._model.inputs([token for row in rows for token in row.tokens])
         ops = _PagedOps(self._model.ops, partial(self._paged.attends, self._model.ops, rows))
-        return replace(self._model, ops=ops).step(tokens, self._paged.cache, last_only)
+        return replace(self._model, ops=ops).step(inputs, self._paged.cache, last_only)
 
 
 def _step(
