@@ -43,7 +43,7 @@ class Decoder:
         most: int = MOST_DRAFTS,
     ) -> None:
         """`drafter` proposes up to `most` tokens at a time; where it has ideas, the host draws."""
-        self.model = model  # or one of the same weights with other adapters
+        self.model = model  # or one of the same weights with other adapters and embeddings
         self._cache, self._size = cache, size
         self._step_logits = StepLogits(model, cache, size)
         self._logits: Logits = self._step_logits
@@ -67,13 +67,14 @@ class Decoder:
             self._logits = self._speculation
         elif runs_on_device(self.model, self._size):
             self._steps = self._steps or DeviceSteps(self.model, self._cache, self._size)
+            self._steps.model = self.model
             self._device = DeviceDecoder(self._steps, self._cache, chooser.sampling, longest)
 
     def next(self, chooser: Chooser) -> int:
         """The token after those of `chooser`, with which the reply began. The cache held the first of them, then it
         holds them all. ChatError when the logits are not numbers, or no token may come next."""
         if self._device is not None:
-            if chooser.on_device:
+            if chooser.on_device and chooser.tokens[-1] < self._size:
                 return self._device.next(chooser.tokens)
             self._device.interrupt()
         self._logits.queue(chooser.tokens)

@@ -11,8 +11,9 @@ UNSEEN = -1
 class DeviceWindow(NamedTuple):
     """What `penalties.PenaltyWindow` has counted, by token and not by slot.
 
-    seen int32 [V, 4]: occurrences at full strength, those that fade, the latest position or UNSEEN, and nothing;
-    positions int64 [V]: the sum of the positions that fade; history int32 [longest]: the tokens by position.
+    seen int32 [V + 1, 4]: occurrences at full strength, those that fade, the latest position or UNSEEN, and nothing;
+    positions int64 [V + 1]: the sum of the positions that fade; history int32 [longest]: the tokens by position. What
+    is no token counts as token V, which nothing draws.
     """
 
     seen: Tensor
@@ -21,7 +22,8 @@ class DeviceWindow(NamedTuple):
 
 
 def count_window(tokens: Tensor, reach: int, decay: int, vocabulary: int, longest: int) -> DeviceWindow:
-    """The window after `tokens` (int64 [n], below `vocabulary`), with a history that has room for `longest` tokens."""
+    """The window after `tokens` (int64 [n]), with a history that has room for `longest` tokens."""
+    tokens, vocabulary = tokens.clamp(max=vocabulary), vocabulary + 1
     count = len(tokens)
     full = max(0, count - reach) if reach >= 0 else 0
     fading = max(0, full - decay) if reach >= 0 else 0

@@ -67,7 +67,8 @@ class DeviceSteps:
 
     def __init__(self, model: Transformer, cache: KVCache, vocabulary: int) -> None:
         """Tokens are drawn from the first `vocabulary`."""
-        self._model, self._cache, self._vocabulary = model, cache, vocabulary
+        self.model = model  # or one of the same weights with other embeddings
+        self._cache, self._vocabulary = cache, vocabulary
         self._token = torch.zeros(1, dtype=torch.int64, device=model.device)
         results = torch.empty(RESULTS, dtype=torch.int32, pin_memory=True)
         self._drawn = DrawnTokens(
@@ -81,12 +82,12 @@ class DeviceSteps:
 
     @torch.inference_mode()
     def start(self, tokens: Sequence[int], settings: Sampling) -> None:
-        """Go on after `tokens`, of which the cache holds the first: all but the last are computed. `settings.seed` is
-        not None."""
-        sequence = torch.tensor(tokens, device=self._model.device)
+        """Go on after `tokens`, of which the cache holds the first: all but the last, which is a token, are computed.
+        `settings.seed` is not None."""
+        sequence = torch.tensor(tokens, device=self.model.device)
         self._cache.truncate(len(tokens) - 1)
         if self._cache.length < len(tokens) - 1:
-            self._model.forward(sequence[self._cache.length : -1], self._cache, last_only=True)
+            self.model.forward(self.model.inputs(tokens[self._cache.length : -1]), self._cache, last_only=True)
         self._cache.position.fill_(len(tokens) - 1)
         self._token.copy_(sequence[-1:])
         self._next = len(tokens)

@@ -114,7 +114,7 @@ class ModelDrafter:
         """Bring all but the last token into the cache, a chunk at a time."""
         chunk = prefill_chunk(self._model.device)
         while (missing := sequence[self._cache.length : -1][:chunk]) and len(missing) > 1:
-            self._model.forward(torch.tensor(missing, device=self._model.device), self._cache, last_only=True)
+            self._model.forward(self._model.inputs(missing), self._cache, last_only=True)
 
 
 class ForcedDrafter:

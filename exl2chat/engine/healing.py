@@ -16,7 +16,9 @@ class Healer:
         self._tokenizer, self._size = tokenizer, size
 
     def text(self, token: int) -> str:
-        """The text of a token inside a text; "" for one that is hidden or no whole characters: it cannot be healed."""
+        """The text of a token inside a text; "" for what cannot be healed: hidden, no whole characters, no token."""
+        if token >= self._size:
+            return ""
         try:
             return self._texts[token].decode()
         except UnicodeDecodeError:

@@ -128,7 +128,10 @@ def active(settings: Sampling) -> bool:
 
 
 def penalize(logits: NDArray[np.float32], seen: Seen, settings: Sampling) -> NDArray[np.float32]:
-    """A copy of `logits` [V] with the penalties of `settings` applied to the tokens of `seen`, in table order."""
+    """A copy of `logits` [V] with the penalties of `settings` applied to the tokens of `seen`, in table order. Ids of
+    V and more are no tokens."""
+    known = seen.ids < len(logits)
+    seen = seen if known.all() else Seen(seen.ids[known], seen.recency[known], seen.occurrences[known])
     penalized = logits.copy()
     values: Floats = penalized[seen.ids]
     for row in PENALTIES:

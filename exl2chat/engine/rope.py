@@ -12,14 +12,15 @@ from torch import Tensor
 from exl2chat.model.config import Rope
 
 
-def make_table(rope: Rope, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of the positions [0, context), float32 [context, 1, 2, rotary_dim / 2].
+def make_table(rope: Rope, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions (int64 [context]), all that a cache has room for; float32 [context, 1, 2,
+    rotary_dim / 2].
 
     A head x, its rotated dimensions as two halves [2, rotary_dim / 2], turns to x * cos + flip(x) * sin, where flip
     exchanges the halves: `sin` is negative in the first, so that flipping needs no sign. Computed in float64: at
     position 100,000 the angle of a float32 product is off by 0.004 radians.
     """
-    angles = torch.outer(torch.arange(context, dtype=torch.float64), frequencies(rope, context))
+    angles = torch.outer(positions.double(), frequencies(rope, len(positions)))
     cos, sin = angles.cos() * attention_factor(rope), angles.sin() * attention_factor(rope)
     return (
         torch.stack((cos, cos), 1).unsqueeze(1).to(device, torch.float32),

@@ -15,7 +15,7 @@ class StepLogits:
 
     def __init__(self, model: Transformer, cache: KVCache, size: int) -> None:
         """Those of the first `size` ids."""
-        self.model = model  # or one of the same weights with other adapters
+        self.model = model  # or one of the same weights with other adapters and embeddings
         self._cache, self._size = cache, size
         self._host = torch.empty(size, pin_memory=model.device.type == "cuda")
         self._row = self._host
@@ -35,8 +35,7 @@ class StepLogits:
         """
         self._cache.truncate(len(tokens) - 1)
         ids = [*tokens[self._cache.length :], *drafts]
-        inputs = torch.tensor(ids, dtype=torch.int64, device=self.model.device)
-        logits = self.model.forward(inputs, self._cache, last_only=not drafts)
+        logits = self.model.forward(self.model.inputs(ids), self._cache, last_only=not drafts)
         self._cache.truncate(len(tokens))
         return logits[-1 - len(drafts) :, : self._size]
 

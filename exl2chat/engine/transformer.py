@@ -3,6 +3,7 @@
 Numerics: the residual stream, norms, RoPE, softmax and logits are float32; matrices multiply in the model's dtype.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from exl2chat.engine.cache import KVCache
+from exl2chat.engine.embeddings import FIRST_ID, InputEmbeddings, fill
 from exl2chat.engine.weights import Weights, load_weights
 from exl2chat.model.checkpoint import Checkpoint
 from exl2chat.model.config import ModelConfig
@@ -41,7 +43,8 @@ def rehearsed(capacity: int) -> list[int]:
 class Transformer:
     """A model ready to run. Safe to share between caches; one thread at a time.
 
-    `adapters` are the LoRAs that `weights` carry (`lora.with_adapters`): keys and values depend on them.
+    `adapters` are the LoRAs that `weights` carry (`lora.with_adapters`): keys and values depend on them. `embedded` is
+    what `inputs` knows beside tokens.
     """
 
     config: ModelConfig
@@ -51,6 +54,7 @@ class Transformer:
     ops: Ops
     cache_bits: int = PLAIN_BITS  # of the caches that it makes (cache.BITS)
     adapters: "tuple[Scaled, ...]" = ()
+    embedded: tuple[InputEmbeddings, ...] = ()
 
     @classmethod
     def load(
@@ -108,15 +112,30 @@ class Transformer:
         cache.truncate(0)
 
     @torch.inference_mode()
+    def inputs(self, tokens: Sequence[int]) -> Tensor:
+        """`tokens` as `forward` takes them: int64 [T]; float32 [T, hidden] where some are of `embedded`. Ids from
+        FIRST_ID on that are not, as a draft model sees those of its target, become rows of zeros."""
+        ids = torch.tensor(tokens, dtype=torch.int64)
+        if max(tokens) < FIRST_ID:
+            return ids.to(self.device)
+        beyond = ids >= FIRST_ID
+        known = ids.masked_fill(beyond, 0).to(self.device)
+        x = self.ops.embed(known, self.weights.embedding, self.config.embedding_scale)
+        x[beyond.to(self.device)] = 0
+        fill(x, ids, self.embedded)
+        return x
+
+    @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: KVCache, last_only: bool = False) -> Tensor:
-        """Logits float32 [T, V] of `tokens` (int64 [T], T > 0) that follow those in `cache`, which then holds them too;
-        with `last_only` [1, V], of the last. ContextError where they do not fit: the cache is then as it was.
+        """Logits float32 [T, V] of `tokens` (int64 [T], T > 0, or what `inputs` gives) that follow those in `cache`,
+        which then holds them too; with `last_only` [1, V], of the last. ContextError where they do not fit: the cache
+        is then as it was.
 
         Give long inputs in chunks of `prefill_chunk`: memory grows with T * context.
         """
         count = tokens.shape[0]
         cache.reserve(count)
-        if count <= self.recorded_rows:
+        if count <= self.recorded_rows and not tokens.is_floating_point():
             logits = cache.graphs.run(tokens, lambda tokens: self.step(tokens, cache, False))
             logits = logits[-1:] if last_only else logits
         else:
@@ -132,7 +151,8 @@ class Transformer:
             config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale, config.attention_softcap
         )
         attends = ops.attends(cache, tokens.shape[0], heads, config.windows)
-        x = ops.embed(tokens, weights.embedding, config.embedding_scale)
+        embedded = tokens.is_floating_point()
+        x = tokens.clone() if embedded else ops.embed(tokens, weights.embedding, config.embedding_scale)
         y = ops.norm(x, weights.layers[0].attention_norm, weights.layers[0].qkv)
         for layer, attend, (norm, following) in zip(weights.layers, attends, weights.following, strict=True):
             mixed = layer.o(attend(layer.qkv(y), layer.head_norm, layer.o))

@@ -1,6 +1,7 @@
 """`ExLlamaV2`: the model object."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from threading import Event
 from typing import TYPE_CHECKING
 
@@ -8,11 +9,13 @@ import torch
 from rich.progress import Progress as RichProgress
 from torch import Tensor
 
+from exl2chat.engine.embeddings import check_prompt
 from exl2chat.engine.lora import with_adapters
 from exl2chat.engine.placement import candidate, choose_device, choose_dtype, plan_memory
 from exl2chat.engine.transformer import Transformer
 from exl2chat.errors import ModelError, UsageError
 from exl2chat.exllamav2.config import ExLlamaV2Config
+from exl2chat.exllamav2.embedding import Embeddings, spliced
 from exl2chat.exllamav2.lora import Loras, scaled_loras
 from exl2chat.exllamav2.unsupported import refuse_set
 from exl2chat.progress import Progress, silent
@@ -109,29 +112,31 @@ class ExLlamaV2:
         position_offsets: Tensor | None = None,
         abort_event: Event | None = None,
         cpu_logits: bool = False,
+        indexed_embeddings: Embeddings = None,
         **kwargs: object,
     ) -> Tensor | None:
         """Logits float32 [1, T, V] of `input_ids` [1, T], or [1, 1, V] with `last_id_only`; they join those in `cache`.
 
         In chunks of config.max_input_len. None with `preprocess_only`, or once `abort_event` is set. `loras` change the
-        model for this call.
+        model for this call. indexed_embeddings: as input_embeddings of `begin_stream_ex`.
         """
         refuse_set("ExLlamaV2.forward", input_mask=input_mask, return_last_state=return_last_state)
         refuse_set("ExLlamaV2.forward", position_offsets=position_offsets, **kwargs)
         if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
             raise UsageError(f"input_ids has shape {list(input_ids.shape)}", "it is [1, T]: one row of tokens")
-        rows = self.config.vocab_size
-        if input_ids.min() < 0 or input_ids.max() >= rows:  # on a GPU such an id ends the process
-            raise UsageError("input_ids has ids that are no tokens", f"ids are 0 to {rows - 1}")
-        model = with_adapters(self.transformer, scaled_loras(loras))
+        input_ids, embedded = spliced(input_ids, indexed_embeddings)
+        ids = input_ids[0].tolist()
+        model = replace(with_adapters(self.transformer, scaled_loras(loras)), embedded=embedded)
+        check_prompt(ids, model.config.vocab_size, model.config.hidden_size, embedded)  # an unknown id ends the process
         kv = cache.kv if cache is not None else model.new_cache(input_ids.shape[1])
         kv.claim(self)  # generators over it forget what they know
         last_only = last_id_only or preprocess_only
         logits = []
-        for chunk in torch.split(input_ids[0].to(model.device), self.config.max_input_len):
+        for start in range(0, len(ids), self.config.max_input_len):
             if abort_event is not None and abort_event.is_set():
                 return None
-            logits.append(model.forward(chunk, kv, last_only))
+            inputs = model.inputs(ids[start : start + self.config.max_input_len])
+            logits.append(model.forward(inputs, kv, last_only))
         if preprocess_only:
             return None
         result = logits[-1] if last_only else torch.cat(logits)

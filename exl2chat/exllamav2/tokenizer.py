@@ -1,5 +1,6 @@
 """`ExLlamaV2Tokenizer`: text to tensors of ids and back."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import overload
@@ -7,10 +8,12 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from exl2chat.engine.embeddings import FIRST_ID, encode_marked
 from exl2chat.engine.samplers.vocabulary import Vocabulary
 from exl2chat.engine.token_table import TokenTable
 from exl2chat.errors import ModelError
 from exl2chat.exllamav2.config import ExLlamaV2Config
+from exl2chat.exllamav2.embedding import ExLlamaV2MMEmbedding, marks_of
 from exl2chat.exllamav2.unsupported import refuse_set
 from exl2chat.model.folder import open_folder
 from exl2chat.model.tokenizer import Tokenizer, open_tokenizer
@@ -94,13 +97,14 @@ class ExLlamaV2Tokenizer:
         add_eos: bool = False,
         encode_special_tokens: bool = False,
         return_offsets: bool = False,
-        embeddings: object = None,
+        embeddings: Sequence[ExLlamaV2MMEmbedding] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """int64 [B, n], padded on the left; with `return_offsets` also int32 [B], minus the padding of each row."""
-        refuse_set("ExLlamaV2Tokenizer.encode", embeddings=embeddings)
+        """int64 [B, n], padded on the left; with `return_offsets` also int32 [B], minus the padding of each row. The
+        aliases of `embeddings` become their ids."""
         texts = [text] if isinstance(text, str) else text
         end = [self.eos_token_id] if add_eos and self.eos_token_id is not None else []
-        rows = [self.tokenizer.encode(line, encode_special_tokens, add_bos) + end for line in texts]
+        marks = marks_of(embeddings)
+        rows = [encode_marked(self.tokenizer, line, marks, encode_special_tokens, add_bos) + end for line in texts]
         longest = max(map(len, rows), default=0)
         ids = torch.tensor([[self.pad_token_id] * (longest - len(row)) + row for row in rows], dtype=torch.int64)
         if not return_offsets:
@@ -112,7 +116,8 @@ class ExLlamaV2Tokenizer:
     @overload
     def decode(self, ids: Tensor, decode_special_tokens: bool = False) -> str | list[str]: ...
     def decode(self, ids: Tensor | list[Tensor], decode_special_tokens: bool = False) -> str | list[str]:
-        """The text of ids [n]; a list for [B, n] or a list. Special tokens and padding are shown on request only."""
+        """The text of ids [n]; a list for [B, n] or a list. Special tokens and padding are shown on request only, and
+        embeddings never."""
         if isinstance(ids, list) or ids.dim() > 1:
             return [self._decode(row, decode_special_tokens) for row in ids]
         return self._decode(ids, decode_special_tokens)
@@ -121,7 +126,7 @@ class ExLlamaV2Tokenizer:
         shown = ids.flatten().tolist()
         if not special:
             shown = [token_id for token_id in shown if token_id not in (self.pad_token_id, self.eos_token_id)]
-        return self.tokenizer.decode([token_id for token_id in shown if token_id >= 0], special)
+        return self.tokenizer.decode([token_id for token_id in shown if 0 <= token_id < FIRST_ID], special)
 
     def padding_mask(self, ids: Tensor) -> Tensor:
         """float16 of the shape of `ids`: the lowest number at padding, 0 elsewhere."""

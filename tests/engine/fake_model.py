@@ -25,6 +25,9 @@ class Claimed:
         was, self.user = self.user is user, user
         return was
 
+    def place(self, positions: Sequence[int]) -> None:
+        assert not positions
+
 
 class FakeCache(Claimed):
     """Remembers token ids where a real cache has keys and values."""
@@ -45,12 +48,16 @@ class FakeModel:
     """Logits from a hash of the cache; or, with `reply`, from a function of it that says the next token."""
 
     adapters = ()
+    embedded = ()
 
     def __init__(self, reply: Callable[[list[int]], int] | None = None) -> None:
         self.device, self.dtype = torch.device("cpu"), torch.bfloat16
-        self.config = SimpleNamespace(vocab_size=VOCABULARY, context=100)
+        self.config = SimpleNamespace(vocab_size=VOCABULARY, context=100, hidden_size=8)
         self.calls: list[int] = []
         self._reply = reply
+
+    def inputs(self, tokens: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(tokens)
 
     def forward(self, tokens: torch.Tensor, cache: FakeCache, last_only: bool = False) -> torch.Tensor:
         assert last_only

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from exl2chat.engine.decoders import Decoder
 from exl2chat.engine.device_decoder import DEPTH, DeviceDecoder
+from exl2chat.engine.embeddings import InputEmbeddings
 from exl2chat.engine.generators.choosing import ON_DEVICE, Chooser, known_to_device
 from exl2chat.engine.generators.streaming import Extras, StreamingGenerator, StreamResult
 from exl2chat.engine.sampler import Sampler
@@ -43,6 +44,8 @@ class Device:
     """A model, and the stream that its work is queued on. It works when it is asked for something, or at once."""
 
     adapters = ()
+    embedded = ()
+    inputs = FakeModel.inputs
 
     def __init__(self, memory: Memory, eager: bool) -> None:
         self.memory, self.eager = memory, eager
@@ -250,3 +253,17 @@ def test_the_device_knows_no_other_field() -> None:
     assert others.keys() | ON_DEVICE == set(Sampling.__struct_fields__)
     for name, value in others.items():
         assert not known_to_device(msgspec.structs.replace(Sampling(), **{name: value})), name
+
+
+def test_the_token_after_a_row_of_embeddings_is_drawn_by_the_host() -> None:
+    """A step of the device begins with a token."""
+    picture = InputEmbeddings.of(torch.ones(2, 8))
+    (subject, device), host = on_device(True), on_host()
+    for each in (subject, host):
+        each._model.embedded = (picture,)  # type: ignore[misc]
+        each.set_stop_conditions([])
+        each.begin_stream_ex([1, *picture.ids], SETTINGS[1], max_new_tokens=9, embeddings=[picture])
+        while not each.stream_ex().eos:
+            pass
+    assert subject.tokens == host.tokens
+    assert device.drawn == 8

@@ -88,7 +88,7 @@ def test_default_turns_the_first_pair_by_a_radian_per_token() -> None:
 
 def test_the_table_holds_rotations_scaled_by_the_attention_factor() -> None:
     rope = Rope("yarn", 1e4, 8, factor=4.0, original_context=1024)
-    cos, sin = (table[999:] for table in make_table(rope, 1000, torch.device("cpu")))
+    cos, sin = (table[999:] for table in make_table(rope, torch.arange(1000), torch.device("cpu")))
     assert cos.shape == sin.shape == (1, 1, 2, 4)
     angles = 999 * frequencies(rope, 1000)
     scale = 0.1 * math.log(4) + 1

@@ -309,7 +309,7 @@ def test_a_prompt_that_is_cut_is_said_to_be(base: ExLlamaV2BaseGenerator) -> Non
 
 # What is refused
 
-JOB: dict[str, Any] = {"embeddings": [object()], "max_skips": 9, "other": 1}
+JOB: dict[str, Any] = {"max_skips": 9, "other": 1}
 GENERATOR: dict[str, Any] = {"other": 1}
 
 
@@ -325,15 +325,6 @@ def test_a_parameter_of_the_generator_that_is_not_supported_yet_is_named(
 ) -> None:
     with pytest.raises(UsageError, match=f"{name}.* is not supported yet"):
         ExLlamaV2DynamicGenerator(model, ExLlamaV2Cache(model), tokenizer, **{name: GENERATOR[name]})
-
-
-def test_whatever_else_is_not_supported_yet_is_named(
-    dynamic: ExLlamaV2DynamicGenerator, base: ExLlamaV2BaseGenerator
-) -> None:
-    with pytest.raises(UsageError, match="embeddings is not supported yet"):
-        dynamic.generate(PROMPTS[0], 5, embeddings=[object()])
-    with pytest.raises(UsageError, match="input_embeddings is not supported yet"):
-        base.generate_simple(PROMPTS[0], GREEDY, 5, input_embeddings=torch.zeros(1))
 
 
 def test_what_makes_no_sense_is_refused(

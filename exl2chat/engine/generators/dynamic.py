@@ -18,6 +18,7 @@ from exl2chat.engine.cache import PAGE, KVCache
 from exl2chat.engine.device_decoder import checked
 from exl2chat.engine.device_draws import Drawing
 from exl2chat.engine.drafting import Speculate, choose_drafts
+from exl2chat.engine.embeddings import InputEmbeddings, check_prompt
 from exl2chat.engine.executor import Executor
 from exl2chat.engine.generators.jobs import Failed, Final, Job, Prefilled, Result, Started, Streamed, Times
 from exl2chat.engine.generators.language import Language
@@ -83,8 +84,8 @@ class DynamicGenerator:
         speculate: Speculate = "auto",
     ) -> None:
         """With limits.drafts, up to so many tokens of each reply are drafted at a time, as `speculate` says
-        (`drafting.choose_drafts`). The draft model's cache, by default one as long as `cache`, is used by nobody else.
-        UsageError for a quantised cache on a GPU."""
+        (`drafting.choose_drafts`). The draft model's cache, by default one as long as `cache`, is used by nobody
+        else."""
         limits = limits or Limits(batch=64, queue=MANY, chunk=prefill_chunk(model.device))
         self.language = Language(tokenizer, model.config.vocab_size)
         self._model, self._cache = model, cache
@@ -112,7 +113,7 @@ class DynamicGenerator:
         """The serial of a new job, whose results `iterate` will bring. UsageError for one that makes no sense,
         ContextError for one that the cache could never hold, ChatError when too many are waiting."""
         for prompt in job.prompts:
-            self._check(prompt, job.max_new_tokens)
+            self._check(prompt, job)
         if job.constraint is not None:
             job = replace(job, constraint=job.constraint.clone())
         task = Task(job, self.language)
@@ -122,11 +123,11 @@ class DynamicGenerator:
         self._jobs[serial] = _Running(task, drawing, Times(time.perf_counter()))
         return serial
 
-    def _check(self, prompt: Sequence[int], new: int) -> None:
+    def _check(self, prompt: Sequence[int], job: Job) -> None:
+        new = job.max_new_tokens
         if not prompt:
             raise UsageError("the prompt has no tokens", "give at least one")
-        if min(prompt) < 0 or max(prompt) >= self.language.size:
-            raise UsageError("the prompt has token ids that are no tokens", f"ids are 0 to {self.language.size - 1}")
+        check_prompt(prompt, self.language.size, self._model.config.hidden_size, job.embeddings)
         if len(prompt) + new > self._cache.capacity:
             raise ContextError(
                 f"a prompt of {len(prompt)} tokens and {new} more do not fit a cache of {self._cache.capacity}",
@@ -214,6 +215,7 @@ class DynamicGenerator:
 
     def _compute(self, plan: StepPlan) -> list[_Turn]:
         """Carry out a step, with drafts behind the last tokens; what it computed for each job."""
+        self._executor.embed(self._embedded(plan))
         step = plan
         if self._rounds is not None:
             step = self._rounds.begin(plan, {serial: job.task.chooser for serial, job in self._jobs.items()})
@@ -303,6 +305,12 @@ class DynamicGenerator:
             turn.over = True
             results.append(Failed(turn.serial, error, job.task.text))
         return results
+
+    def _embedded(self, plan: StepPlan) -> tuple[InputEmbeddings, ...]:
+        """What the jobs of `plan` have in their prompts, each once."""
+        jobs = {row.job for row in (*plan.prefill, *plan.decode)}
+        known = {one.ids: one for serial in jobs for one in self._jobs[serial].task.job.embeddings}
+        return tuple(known.values())
 
     def _prefilled(self, plan: StepPlan) -> list[Result]:
         results: list[Result] = []

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exl2chat.engine.constraints import Constraint
+from exl2chat.engine.embeddings import InputEmbeddings
 from exl2chat.engine.samplers.candidates import Candidates
 from exl2chat.engine.stopping import StopConditions
 from exl2chat.errors import UsageError
@@ -40,7 +41,8 @@ class Job:
     not contain, in whatever case. constraint: several jobs may have the same, each works on a copy. prefer_end: the
     reply ends as soon as the constraint allows it to. special: special tokens are part of the text. continuing: the
     prompt ends in the middle of a text, so that the space before the first word is text too.
-    top_tokens, probabilities, logits: what each token's result shall tell beside the token.
+    top_tokens, probabilities, logits: what each token's result shall tell beside the token. embeddings: those whose ids
+    are in the prompts.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -59,6 +61,7 @@ class Job:
     logits: bool = False
     hooks: tuple[Callable[[Choice], None], ...] = ()
     continuing: bool = True
+    embeddings: tuple[InputEmbeddings, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.prompts) != (1 if self.guidance is None else 2):

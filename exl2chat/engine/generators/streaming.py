@@ -1,7 +1,7 @@
 """One reply at a time, token by token, over a cache that is kept from turn to turn."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
@@ -10,6 +10,7 @@ from exl2chat.engine.cache import KVCache
 from exl2chat.engine.constraints import Constraint
 from exl2chat.engine.decoders import MOST_DRAFTS, Decoder
 from exl2chat.engine.drafting import Speculate, choose_drafter, common_prefix
+from exl2chat.engine.embeddings import InputEmbeddings, check_prompt
 from exl2chat.engine.generators.jobs import Choice, EndReason, Job, Token
 from exl2chat.engine.generators.language import Language
 from exl2chat.engine.generators.task import Advance, End, Task
@@ -134,6 +135,7 @@ class StreamingGenerator:
         self._reply: _Reply | None = None
         self._table: TokenTable | None = None
         self._filled = 0
+        self._positions: tuple[int, ...] = ()
         self.tokens: list[int] = []
 
     @property
@@ -167,6 +169,8 @@ class StreamingGenerator:
         continuing: bool = False,
         extras: Extras = PLAIN,
         adapters: Sequence[Scaled] = (),
+        embeddings: Sequence[InputEmbeddings] = (),
+        positions: Sequence[int] = (),
     ) -> StreamStart:
         """Read the prompt: all but its last token go into the cache, less the longest prefix that is there already.
 
@@ -174,10 +178,12 @@ class StreamingGenerator:
         every chunk and every token; once it is true the prompt is read no further and `stream_ex` reports "stopped".
         on_prefill(done, total, cached) follows every chunk. `continuing`: the prompt ends in the middle of a text, so
         that the space before the first word is text too. `adapters`: the LoRAs of this reply; what the cache holds is
-        reused only if it was computed with the same. ContextError when the prompt leaves no room for a token.
+        reused only if it was computed with the same. `embeddings`: those whose ids are in the prompt. `positions`:
+        those of the tokens from the first on, ascending, where they are not their numbers: RoPE turns by them, and
+        attention sees their distances. ContextError when the prompt leaves no room for a token.
         """
         self._reply = None
-        ids = self._checked(input_ids)
+        ids = self._checked(input_ids, embeddings)
         if max_new_tokens is not None and max_new_tokens < 1:
             raise UsageError(f"max_new_tokens is {max_new_tokens}", "it is at least 1")
         job = Job(
@@ -188,8 +194,8 @@ class StreamingGenerator:
             hooks=extras.hooks, continuing=continuing,
         )  # fmt: skip
         task = Task(job, self._language, self._cache.capacity)
-        self._use(adapters)
-        cached = self._reuse(task.chooser.tokens)
+        self._use(adapters, tuple(embeddings))
+        cached = self._reuse(task.chooser.tokens, tuple(positions))
         self._decoder.begin(task.chooser, min(self._cache.capacity, len(self.tokens) + job.max_new_tokens))
         self._prefill(abort, cached, on_prefill)
         self._reply = _Reply(task, abort, extras.wants_details)
@@ -221,7 +227,7 @@ class StreamingGenerator:
             self._filled = self._cache.length
         return _result(reply, advance)
 
-    def _checked(self, input_ids: Sequence[int] | torch.Tensor) -> list[int]:
+    def _checked(self, input_ids: Sequence[int] | torch.Tensor, embeddings: Sequence[InputEmbeddings]) -> list[int]:
         """The prompt as a list; UsageError when it is no prompt, ContextError when it is too long."""
         if isinstance(input_ids, torch.Tensor):
             if input_ids.dim() > 1 and input_ids.shape[0] != 1:
@@ -230,8 +236,7 @@ class StreamingGenerator:
         ids = list(input_ids)
         if not ids:
             raise UsageError("the prompt has no tokens", "give at least one")
-        if min(ids) < 0 or max(ids) >= self._size:
-            raise UsageError("the prompt has token ids that are no tokens", f"ids are 0 to {self._size - 1}")
+        check_prompt(ids, self._size, self._model.config.hidden_size, embeddings)
         if (over := len(ids) + 1 - self._cache.capacity) > 0:
             larger = self._cache.capacity < self._model.config.context
             raise ContextError(
@@ -240,23 +245,27 @@ class StreamingGenerator:
             )
         return ids
 
-    def _use(self, adapters: Sequence[Scaled]) -> None:
-        """Run the model with these adapters from now on. Nothing that was computed with others is known any more."""
+    def _use(self, adapters: Sequence[Scaled], embedded: tuple[InputEmbeddings, ...]) -> None:
+        """Run the model with these from now on. Nothing that was computed with other adapters is known any more."""
         model = with_adapters(self._model, adapters)
         if model is not self._model:
-            self._model = self._decoder.model = model
             self._filled = 0
+        if embedded != model.embedded:
+            model = replace(model, embedded=embedded)
+        self._model = self._decoder.model = model
 
     def _claim(self) -> None:
         """Take the cache. Nothing in it is known where somebody else took it meanwhile, or changed its length."""
         if not self._cache.claim(self) or self._cache.length != self._filled:
             self._cache.truncate(0)
             self._filled = 0
+        self._cache.place(self._positions)
 
-    def _reuse(self, ids: list[int]) -> int:
+    def _reuse(self, ids: list[int], positions: tuple[int, ...]) -> int:
         """Make `ids` the sequence and cut the cache to what they share with the last one; that length."""
+        self._positions = positions
         self._claim()
-        common = common_prefix(self.tokens[: self._filled], ids[:-1])
+        common = common_prefix(self.tokens[: self._cache.length], ids[:-1])
         self._cache.truncate(common)
         self._filled = common
         self.tokens = ids
@@ -267,8 +276,8 @@ class StreamingGenerator:
         chunk = prefill_chunk(self._model.device)
         while self._cache.length < last and not abort():
             start = self._cache.length
-            ids = torch.tensor(self.tokens[start : min(start + chunk, last)], device=self._model.device)
-            self._model.forward(ids, self._cache, last_only=True)
+            inputs = self._model.inputs(self.tokens[start : min(start + chunk, last)])
+            self._model.forward(inputs, self._cache, last_only=True)
             self._filled = self._cache.length
             if on_prefill is not None:
                 on_prefill(self._cache.length, len(self.tokens), cached)

@@ -1,5 +1,6 @@
 """The generators and the sampler under the reference's names."""
 
+from exl2chat.exllamav2.embedding import ExLlamaV2MMEmbedding
 from exl2chat.exllamav2.generator.base import ExLlamaV2BaseGenerator
 from exl2chat.exllamav2.generator.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exl2chat.exllamav2.generator.dynamic_async import ExLlamaV2DynamicGeneratorAsync, ExLlamaV2DynamicJobAsync
@@ -13,6 +14,7 @@ __all__ = [
     "ExLlamaV2DynamicGeneratorAsync",
     "ExLlamaV2DynamicJob",
     "ExLlamaV2DynamicJobAsync",
+    "ExLlamaV2MMEmbedding",
     "ExLlamaV2PostSamplingHook",
     "ExLlamaV2PostSamplingResult",
     "ExLlamaV2Sampler",

@@ -12,14 +12,13 @@ from exl2chat.engine.generators.base import BaseGenerator, Completion
 from exl2chat.engine.generators.jobs import Job
 from exl2chat.engine.stopping import StopConditions
 from exl2chat.exllamav2.cache import ExLlamaV2Cache
+from exl2chat.exllamav2.embedding import Embeddings, encode_prompt, marks_of_prompts
 from exl2chat.exllamav2.generator.requests import engine_constraint, engine_settings, is_set
 from exl2chat.exllamav2.generator.sampler import ExLlamaV2Sampler
 from exl2chat.exllamav2.lora import Loras, scaled_loras
 from exl2chat.exllamav2.model import ExLlamaV2
 from exl2chat.exllamav2.tokenizer import ExLlamaV2Tokenizer
-from exl2chat.exllamav2.unsupported import refuse_set
 
-WHERE = "ExLlamaV2BaseGenerator.generate_simple"
 EOS = -1
 
 
@@ -54,7 +53,7 @@ class ExLlamaV2BaseGenerator:
         stop_token: int | None = EOS,
         add_bos: bool = False,
         abort_event: Event | None = None,
-        input_embeddings: Tensor | None = None,
+        input_embeddings: Embeddings = None,
         completion_only: bool = False,
         filters: list[Any] | None = None,
         filter_prefer_eos: bool = False,
@@ -64,26 +63,30 @@ class ExLlamaV2BaseGenerator:
 
         stop_token -1: every EOS id of config and tokenizer; None: none. A prompt that leaves no room for num_tokens is
         cut from the left, with a warning. Once abort_event is set, what is written by then is returned.
+
+        input_embeddings: a tensor [B, N, hidden] for B prompts, which stands where each has `{{EMBED_HERE}}` and is no
+        part of the text that comes back; or `ExLlamaV2MMEmbedding`s, wherever their aliases stand.
         """
-        refuse_set(WHERE, input_embeddings=input_embeddings)
         self._generator.set_adapters(scaled_loras(loras))
         self.abort_event = abort_event
         stops = self.tokenizer.eos_ids if stop_token == EOS else frozenset(() if stop_token is None else (stop_token,))
         jobs = []
-        for number, text in enumerate([prompt] if isinstance(prompt, str) else prompt):
+        texts = [prompt] if isinstance(prompt, str) else prompt
+        all_marks = marks_of_prompts(input_embeddings, len(texts))
+        for number, (text, marks) in enumerate(zip(texts, all_marks, strict=True)):
             own = None if seed is None else seed + number
             sampling, guidance, hooks = engine_settings(gen_settings, own)
-            ids = self.tokenizer.tokenizer.encode(text, encode_special_tokens, add_bos)
+            ids = encode_prompt(self.tokenizer.tokenizer, text, marks, encode_special_tokens, add_bos)
             job = Job(
-                (tuple(ids),), num_tokens, sampling, StopConditions(stops), guidance=guidance, heal=token_healing,
+                (ids,), num_tokens, sampling, StopConditions(stops), guidance=guidance, heal=token_healing,
                 constraint=engine_constraint(filters, self.tokenizer), prefer_end=filter_prefer_eos,
-                special=decode_special_tokens, hooks=hooks,
+                special=decode_special_tokens, hooks=hooks, embeddings=tuple(marks.values()),
             )  # fmt: skip
             jobs.append(job)
         done = self._generator.generate(jobs, is_set(abort_event))
         self.sequence_ids = self._padded([completion.tokens for completion in done])
-        texts = [self._text(completion, completion_only, decode_special_tokens) for completion in done]
-        return texts[0] if isinstance(prompt, str) else texts
+        results = [self._text(completion, completion_only, decode_special_tokens) for completion in done]
+        return results[0] if isinstance(prompt, str) else results
 
     def _text(self, completion: Completion, completion_only: bool, special: bool) -> str:
         if completion.cut:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from threading import Event
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from exl2chat.engine.generators.dynamic import MANY, DynamicGenerator
@@ -14,6 +15,7 @@ from exl2chat.engine.stopping import StopConditions
 from exl2chat.engine.transformer import prefill_chunk
 from exl2chat.errors import ContextError, UsageError
 from exl2chat.exllamav2.cache import ExLlamaV2Cache
+from exl2chat.exllamav2.embedding import ExLlamaV2MMEmbedding, encode_prompt, marks_of
 from exl2chat.exllamav2.generator.requests import engine_constraint, engine_settings, is_set, row_of
 from exl2chat.exllamav2.generator.results import Record, record_of
 from exl2chat.exllamav2.generator.sampler import ExLlamaV2Sampler
@@ -52,11 +54,11 @@ class ExLlamaV2DynamicJob:
         token_healing: bool = False,
         identifier: object = None,
         banned_strings: Sequence[str] | None = None,
-        embeddings: object = None,
+        embeddings: Sequence[ExLlamaV2MMEmbedding] | None = None,
         **kwargs: Any,
     ) -> None:
         """ValueError for a stop condition that is neither a token id nor a string."""
-        refuse_set("ExLlamaV2DynamicJob", embeddings=embeddings, **kwargs)
+        refuse_set("ExLlamaV2DynamicJob", **kwargs)
         if max_skips != DEFAULT_SKIPS:
             raise unsupported(f"ExLlamaV2DynamicJob: max_skips {max_skips}")
         if isinstance(banned_strings, str):
@@ -69,6 +71,7 @@ class ExLlamaV2DynamicJob:
             tuple(map(row_of, prompts)), max_new_tokens, sampling, StopConditions.of(stop_conditions or ()),
             min_new_tokens, guidance, token_healing, tuple(banned_strings or ()), None, filter_prefer_eos,
             decode_special_tokens, return_top_tokens, return_probs, return_logits, hooks,
+            embeddings=tuple(marks_of(embeddings).values()),
         )  # fmt: skip
 
     def get_max_seq_len(self) -> int:
@@ -205,37 +208,40 @@ class ExLlamaV2DynamicGenerator:
         filters: Sequence[Any] | None = None,
         filter_prefer_eos: bool = False,
         return_last_results: bool = False,
-        embeddings: object = None,
+        embeddings: Sequence[Any] | None = None,
         banned_strings: Sequence[str] | None = None,
         **kwargs: Any,
     ) -> Any:
         """The prompt's text with what follows, or that alone with completion_only; a list for a list of prompts; None
         once abort_event is set. A tuple of two is a pair for cfg_scale, whose first text counts.
 
-        The seed grows by one per prompt. gen_settings is one for all or one each; so are filters, lists of filters
-        where each prompt has its own. With return_last_results (texts, last results). A job that fails raises its
-        error, and UsageError is raised while other jobs remain.
+        The seed grows by one per prompt. gen_settings is one for all or one each; so are filters and embeddings, lists
+        of lists where each prompt has its own. With return_last_results (texts, last results). A job that fails raises
+        its error, and UsageError is raised while other jobs remain.
         """
-        refuse_set("ExLlamaV2DynamicGenerator.generate", embeddings=embeddings, **kwargs)
+        refuse_set("ExLlamaV2DynamicGenerator.generate", **kwargs)
         prompts = cast(list[Prompt], [prompt] if isinstance(prompt, str | tuple) else list(prompt))
         settings = list(gen_settings) if isinstance(gen_settings, Sequence) else [gen_settings] * len(prompts)
-        own_filters = _each(filters, len(prompts))
-        if len(settings) != len(prompts) or len(own_filters) != len(prompts):
-            raise UsageError("gen_settings or filters are not as many as the prompts", "give one for all, or one each")
+        own_filters, own_embeddings = _each(filters, len(prompts)), _each(embeddings, len(prompts))
+        if {len(settings), len(own_filters), len(own_embeddings)} != {len(prompts)}:
+            raise UsageError(
+                "gen_settings, filters or embeddings are not as many as the prompts", "give one for all, or one each"
+            )
         if self.engine.remaining:
             raise UsageError(f"{self.engine.remaining} jobs have not ended", "iterate until they have")
         jobs = []
         for number, text in enumerate(prompts):
             texts = [text] if isinstance(text, str) else text
+            marks = marks_of(own_embeddings[number])
             ids = [
-                cast(Tensor, self.tokenizer.encode(each, add_bos, encode_special_tokens=encode_special_tokens))
+                torch.tensor(encode_prompt(self.tokenizer.tokenizer, each, marks, encode_special_tokens, add_bos))
                 for each in texts
             ]
             job = ExLlamaV2DynamicJob(
                 ids, max_new_tokens, min_new_tokens, DEFAULT_SKIPS, settings[number],
                 None if seed is None else seed + number, stop_conditions, decode_special_tokens,
                 filters=own_filters[number], filter_prefer_eos=filter_prefer_eos, token_healing=token_healing,
-                banned_strings=banned_strings,
+                banned_strings=banned_strings, embeddings=own_embeddings[number],
             )  # fmt: skip
             jobs.append(job)
         last = self._run(jobs, abort_event)
@@ -265,8 +271,8 @@ class ExLlamaV2DynamicGenerator:
         return [last[serial] for serial in serials]
 
 
-def _each(filters: Sequence[Any] | None, count: int) -> list[Any]:
-    """The filters of every prompt."""
-    if filters and any(isinstance(each, list) for each in filters):
-        return list(filters)
-    return [filters] * count
+def _each(given: Sequence[Any] | None, count: int) -> list[Any]:
+    """The filters or embeddings of every prompt."""
+    if given and any(isinstance(each, list) for each in given):
+        return list(given)
+    return [given] * count

@@ -6,6 +6,7 @@ from dataclasses import replace
 from threading import Event
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from exl2chat.engine.constraints import Constraint
@@ -14,7 +15,7 @@ from exl2chat.errors import UsageError
 from exl2chat.exllamav2.generator.filters import constraint_of
 from exl2chat.exllamav2.generator.hooks import engine_hook
 from exl2chat.exllamav2.generator.sampler import ExLlamaV2Sampler
-from exl2chat.exllamav2.tokenizer import ExLlamaV2Tokenizer
+from exl2chat.exllamav2.tokenizer import MASKED, ExLlamaV2Tokenizer
 from exl2chat.settings import Sampling
 
 Hooks = tuple[Callable[[Choice], None], ...]
@@ -38,6 +39,31 @@ def row_of(ids: Tensor) -> tuple[int, ...]:
     if ids.dim() > 2 or (ids.dim() == 2 and ids.shape[0] != 1):
         raise UsageError(f"input_ids has shape {list(ids.shape)}", "it is [1, n]: a job has one row")
     return tuple(ids.flatten().tolist())
+
+
+def attended(input_ids: Tensor, input_mask: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, tuple[int, ...]]:
+    """What input_mask leaves of a prompt [1, n], and the RoPE positions of that and of the reply; none where they
+    follow each other. UsageError for what is no mask.
+
+    input_mask [1, n]: bool, true where a token is to be seen, or as `ExLlamaV2Tokenizer.padding_mask` gives it. Offsets
+    [1, 1] shift all positions, which changes nothing: RoPE lets attention see how far apart two tokens are, not where.
+    """
+    if offsets is not None and offsets.numel() != 1:
+        raise UsageError(f"position_offsets has shape {list(offsets.shape)}", "it is [1, 1]: one for the prompt")
+    if input_mask is None:
+        return input_ids, ()
+    if input_mask.shape != input_ids.shape:
+        raise UsageError(
+            f"input_mask has shape {list(input_mask.shape)}", f"it is that of input_ids, {list(input_ids.shape)}"
+        )
+    seen = input_mask
+    if input_mask.dtype != torch.bool:
+        seen = input_mask == 0
+        if not (seen | (input_mask <= MASKED)).all():
+            raise UsageError("input_mask is neither bool nor a padding mask", "give true where a token is to be seen")
+    places = [*seen[0].nonzero()[:, 0].tolist(), seen.shape[1]]
+    positions = tuple(place - places[0] for place in places)
+    return input_ids[:, seen[0]], positions if positions[-1] >= len(positions) else ()
 
 
 def is_set(event: Event | None) -> Callable[[], bool]:

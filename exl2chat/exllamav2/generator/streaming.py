@@ -10,7 +10,9 @@ from torch import Tensor
 
 from exl2chat.engine.generators.streaming import Extras, StreamingGenerator, StreamResult
 from exl2chat.exllamav2.cache import ExLlamaV2Cache
+from exl2chat.exllamav2.embedding import Embeddings, spliced
 from exl2chat.exllamav2.generator.filters import ExLlamaV2Filter, constraint_of
+from exl2chat.exllamav2.generator.requests import attended
 from exl2chat.exllamav2.generator.sampler import ExLlamaV2Sampler
 from exl2chat.exllamav2.lora import Loras, scaled_loras
 from exl2chat.exllamav2.model import ExLlamaV2
@@ -109,7 +111,7 @@ class ExLlamaV2StreamingGenerator:
         return_top_tokens: int = 0,
         return_logits: bool = False,
         abort_event: Event | None = None,
-        input_embeddings: Tensor | None = None,
+        input_embeddings: Embeddings = None,
         decode_special_tokens: bool = False,
         banned_strings: list[str] | None = None,
         filters: Sequence[ExLlamaV2Filter] | None = None,
@@ -120,10 +122,13 @@ class ExLlamaV2StreamingGenerator:
 
         With token_healing the first token of the reply takes the place of the prompt's last one: it repeats that
         one's text, and only what it adds to that is in a chunk. filter_prefer_eos: take an EOS token as soon as all
-        filters let one pass.
+        filters let one pass. input_embeddings: `ExLlamaV2MMEmbedding`s whose ids are in the prompt; or a tensor [1, N,
+        hidden], for whose rows ids from EMBEDDING_INDEX on stand there. input_mask, position_offsets: see `attended`;
+        what is hidden is no part of `sequence_ids` either.
         """
-        refuse_set(Begin, input_mask=input_mask, position_offsets=position_offsets)
-        refuse_set(Begin, input_embeddings=input_embeddings, **kwargs)
+        refuse_set(Begin, **kwargs)
+        input_ids, positions = attended(input_ids, input_mask, position_offsets)
+        input_ids, embeddings = spliced(input_ids, input_embeddings)
         self.abort_event = abort_event
         self._extras = Extras(
             constraint=constraint_of(self.tokenizer, filters or ()),
@@ -141,6 +146,8 @@ class ExLlamaV2StreamingGenerator:
             decode_special_tokens=decode_special_tokens,
             extras=self._extras,
             adapters=scaled_loras(loras),
+            embeddings=embeddings,
+            positions=positions,
         )
 
     def stream_ex(self, ban_tokens: list[int] | None = None, **kwargs: Any) -> dict[str, Any]:
