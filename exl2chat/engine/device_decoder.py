@@ -15,6 +15,13 @@ DEPTH = 3
 Take = Callable[[], int]
 
 
+def checked(token: int) -> int:
+    """A token that a device drew. ChatError for -1: the logits were not numbers."""
+    if token < 0:
+        raise ChatError("the model computed logits that are not numbers", "try --dtype float32")
+    return token
+
+
 class Steps(Protocol):
     """Decoding steps on a device, each of which begins with the token that the one before drew."""
 
@@ -48,9 +55,7 @@ class DeviceDecoder:
         self._length = None
         while len(self._flying) < min(DEPTH, self._longest - len(tokens)):
             self._flying.append(self._steps.queue())
-        token = self._flying.popleft()()
-        if token < 0:
-            raise ChatError("the model computed logits that are not numbers", "try --dtype float32")
+        token = checked(self._flying.popleft()())
         self._length = self._cache.length = len(tokens)
         return token
 

@@ -34,22 +34,27 @@ class Event(Protocol):
 
 
 class DrawnTokens:
-    """Pinned memory int32 [n] that steps write tokens into by its address, of which torch knows nothing: it would hand
-    the memory out again while they still do. So it is given back only when they have ended."""
+    """Pinned memory int32 [n, ...] that steps write tokens into by its address, of which torch knows nothing: it would
+    hand the memory out again while they still do. So it is given back only when they have ended."""
 
     def __init__(self, memory: Tensor, events: Sequence[Event]) -> None:
-        """An event for each place."""
-        self.memory, self._events, self._tokens = memory, events, memory.numpy()
+        """An event for each step that may be on its way."""
+        self.memory, self._events = memory, events
+        self.tokens: NDArray[np.int32] = memory.numpy()
         weakref.finalize(self, _wait, events, memory)
 
     def record(self, place: int) -> None:
-        """The step that writes to `place` has been queued."""
+        """The step that this event stands for has been queued."""
         self._events[place].record()
 
-    def take(self, place: int) -> int:
-        """What it wrote, once it has."""
+    def wait(self, place: int) -> None:
+        """Until that step has ended."""
         self._events[place].synchronize()
-        return int(self._tokens[place])
+
+    def take(self, place: int) -> int:
+        """What the step of this event wrote to its place, once it has."""
+        self.wait(place)
+        return int(self.tokens[place])
 
 
 def _wait(events: Sequence[Event], memory: Tensor) -> None:  # noqa: ARG001 (it is held as long as this waits)

@@ -1,8 +1,10 @@
 """Carries out the steps of the scheduler: page copies, then one pass over the weights for all prompts, one for all
-replies. Matrices multiply the tokens of every sequence at once; attention looks at one sequence after another."""
+replies. Matrices multiply the tokens of every sequence at once; attention looks at one sequence after another, but on a
+GPU at those of all replies at once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,40 +12,75 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from exl2chat.engine.cache import KVCache
-from exl2chat.engine.embeddings import InputEmbeddings
+from exl2chat.engine.device_draws import Drawing
+from exl2chat.engine.embeddings import FIRST_ID, InputEmbeddings
 from exl2chat.engine.paged_cache import PagedCache
+from exl2chat.engine.paged_steps import LENGTHS, MOST, PagedSteps
 from exl2chat.engine.pages import PageCopy
 from exl2chat.engine.scheduler import Row, StepPlan
 from exl2chat.engine.transformer import Transformer
 from exl2chat.ops import Ops
 from exl2chat.ops.attention import Attend, Heads, Store
 from exl2chat.ops.packed import Norm, Weight
+from exl2chat.ops.sample import MOST_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a step gave, until the next one. drawn: by job, the token that a device drew for it, -1 where logits are not
+    numbers. rows: for each row of `plan.decode` the logits of its tokens [T, V], wherever they are."""
+
+    drawn: Mapping[int, int]
+    rows: Sequence[Tensor]
+
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """Those of every token of a row of `plan.decode`, float32 [T, V]."""
+        logits: NDArray[np.float32] = self.rows[row].numpy(force=True)
+        return logits
 
 
 class Executor:
     """Runs `model` over the pages of `cache`.
 
     A row's logits are those that it would have alone, up to the rounding of matrix products: these may add up in
-    another order when they multiply more rows, so that a tie of two tokens to the last bits may fall the other way.
+    another order when they multiply more rows, so that a tie of two tokens to the last bits may fall the other way. On
+    a GPU with our kernels they do not as long as there are 1 to 8 rows of a token, or 9 to 16, or 17 to 64.
     """
 
-    def __init__(self, model: Transformer, cache: KVCache) -> None:
+    def __init__(self, model: Transformer, cache: KVCache, vocabulary: int) -> None:
+        """Where a device draws tokens, it is from the first `vocabulary`."""
         self._model, self._paged = model, PagedCache(cache)
+        self._steps: PagedSteps | None = None
+        if model.device.type == "cuda" and model.ops.recorded_rows and vocabulary <= MOST_TOKENS:
+            step = partial(_step, model, self._paged)
+            self._steps = PagedSteps(step, vocabulary, self._paged.pages, cache.capacity, model.device)
 
     @property
     def pages(self) -> int:
         return self._paged.pages
 
+    @property
+    def last(self) -> int:
+        """How many tokens of a sequence it is best given in one row of `plan.decode`, at most."""
+        return 1 if self._steps is None else LENGTHS[-1]
+
+    def warm_up(self) -> None:
+        """On a GPU: compile the kernels of decoding steps. ModelError where one does not compile."""
+        if self._steps is not None:
+            self._steps.warm_up()
+
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> NDArray[np.float32]:
-        """The logits of `plan.decode`, [rows, V]."""
+    def run(self, plan: StepPlan, draws: Mapping[int, Drawing]) -> Computed:
+        """Carry out a step. Tokens of jobs in `draws` are drawn by the device, where it can."""
         self.copy(plan.copies)
         if plan.prefill:
-            self._step(plan.prefill, last_only=True)
+            self._run(plan.prefill, last_only=True)
         if not plan.decode:
-            return np.empty((0, self._model.config.vocab_size), np.float32)
-        logits: NDArray[np.float32] = self._step(plan.decode, last_only=False).cpu().numpy()
-        return logits
+            return Computed({}, ())
+        if self._steps is None:
+            logits = self._run(plan.decode, last_only=False)
+            return Computed({}, logits.split_with_sizes([len(row.tokens) for row in plan.decode]))
+        return self._decode(self._steps, plan.decode, draws)
 
     def embed(self, embedded: tuple[InputEmbeddings, ...]) -> None:
         """The embeddings of all jobs in the next step."""
@@ -55,19 +92,47 @@ class Executor:
         """Page copies outside of a step."""
         self._paged.copy(copies)
 
-    def _step(self, rows: Sequence[Row], last_only: bool) -> Tensor:
+    def _decode(self, steps: PagedSteps, rows: Sequence[Row], draws: Mapping[int, Drawing]) -> Computed:
+        """Rows of one token together, and each row of several by itself; as they come, and no graphs, those that have
+        embeddings or too many tokens, drafts among them."""
+        logits = {
+            place: self._run([row], last_only=False)
+            for place, row in enumerate(rows)
+            if len(row.tokens) > MOST or max(row.tokens) >= FIRST_ID
+        }
+        single = [place for place, row in enumerate(rows) if len(row.tokens) == 1 and place not in logits]
+        groups = [single[first : first + MOST] for first in range(0, len(single), MOST)]
+        groups += [[place] for place, row in enumerate(rows) if len(row.tokens) > 1 and place not in logits]
+        drawn: dict[int, int] = {}
+        for places in groups:
+            some = [rows[place] for place in places]
+            computed, tokens = steps.run(some, draws)
+            computed = computed.clone() if len(groups) > 1 else computed  # the next step overwrites it
+            logits |= zip(places, computed.split_with_sizes([len(row.tokens) for row in some]), strict=True)
+            drawn |= {row.job: token for row, token in zip(some, tokens, strict=True) if row.job in draws}
+        return Computed(drawn, [logits[place] for place in range(len(rows))])
+
+    def _run(self, rows: Sequence[Row], last_only: bool) -> Tensor:
         inputs = self._model.inputs([token for row in rows for token in row.tokens])
-        model = replace(self._model, ops=_PagedOps(self._model.ops, self._paged, rows))
-        return model.step(inputs, self._paged.cache, last_only)
+        ops = _PagedOps(self._model.ops, partial(self._paged.attends, self._model.ops, rows))
+        return replace(self._model, ops=ops).step(inputs, self._paged.cache, last_only)
+
+
+def _step(
+    model: Transformer, paged: PagedCache, tokens: Tensor, firsts: Tensor, lasts: Tensor, tables: Tensor
+) -> Tensor:
+    each = len(tokens) // len(firsts)
+    store = paged.store(firsts, tables, last=lasts if each > 1 else None)
+    ops = _PagedOps(model.ops, partial(model.ops.attends, store, each))
+    return replace(model, ops=ops).step(tokens, paged.cache, last_only=False)
 
 
 @dataclass(frozen=True, slots=True)
 class _PagedOps:
-    """The ops of a model, but for one step over `rows` of a paged cache."""
+    """The ops of a model, but for one step over a paged cache, whose attention is `find`'s."""
 
     ops: Ops
-    paged: PagedCache
-    rows: Sequence[Row]
+    find: Callable[[Heads, Sequence[int | None]], Sequence[Attend]]
 
     @property
     def recorded_rows(self) -> int:
@@ -89,7 +154,7 @@ class _PagedOps:
         heads: Heads,
         windows: Sequence[int | None],
     ) -> Sequence[Attend]:
-        return self.paged.attends(self.rows, heads, windows)
+        return self.find(heads, windows)
 
     def gate(self, x: Tensor, activation: str, into: Weight) -> Tensor:
         return self.ops.gate(x, activation, into)

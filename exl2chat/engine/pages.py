@@ -54,6 +54,11 @@ class PagedSequence:
         self.pages: list[Page] = []
         self._digests = [blake2b(salt, digest_size=DIGEST_BYTES, person=b"salt").digest()]
 
+    @property
+    def missing(self) -> int:
+        """How many tokens are not in the cache."""
+        return len(self.tokens) - self.length
+
     def digest(self, pages: int, size: int) -> bytes:
         """The digest of the first `pages` pages of `size` tokens, all of which the text has."""
         while (known := len(self._digests)) <= pages:

@@ -30,7 +30,7 @@ def measure_reply(model: Transformer, cache: KVCache, context: int, ceiling: flo
     ]
 
 
-class _OneLetter:
+class OneLetter:
     """A tokenizer as far as a generator needs one: every token is a letter."""
 
     eos_ids = frozenset[int]()
@@ -44,7 +44,7 @@ class _OneLetter:
 
 def _token_seconds(model: Transformer, cache: KVCache, context: int) -> float:
     """Seconds per token, the median over turns of STEPS tokens."""
-    generator = StreamingGenerator(model, cache, _OneLetter())  # type: ignore[arg-type]
+    generator = StreamingGenerator(model, cache, OneLetter())  # type: ignore[arg-type]
     generator.begin_stream_ex([1] * context, SAMPLING)
     seconds = []
     for _ in range(1 + TURNS):

@@ -56,7 +56,8 @@ class Row:
 class StepPlan:
     """One step. The copies come first, in their order; rows of `decode` need logits, those of `prefill` none.
 
-    A row of `decode` is a sequence's last token. `started` and `preempted` jobs began to run, and to wait again.
+    A row of `decode` has a sequence's last tokens: one, but at the beginning of a reply. `started` and `preempted` jobs
+    began to run, and to wait again.
     """
 
     copies: tuple[PageCopy, ...]
@@ -87,10 +88,9 @@ class _Job:
     cached: int = 0
     skips: int = 0
 
-    @property
-    def ready(self) -> bool:
-        """Whether all is computed but each sequence's last token."""
-        return all(sequence.length == len(sequence.tokens) - 1 for sequence in self.sequences)
+    def ready(self, last: int) -> bool:
+        """Whether all is computed but up to `last` tokens at the end of each sequence."""
+        return all(sequence.length >= len(sequence.tokens) - last for sequence in self.sequences)
 
 
 @dataclass(slots=True)
@@ -109,8 +109,10 @@ class _Step:
 class Scheduler:
     """Jobs over one page table. `waiting` and `running` are serials, in order of arrival."""
 
-    def __init__(self, pages: PageTable, limits: Limits) -> None:
-        self._pages, self._limits = pages, limits
+    def __init__(self, pages: PageTable, limits: Limits, last: int = 1) -> None:
+        """Up to `last` tokens of a prompt, at least 1, are left to the step that draws the first of its reply, unless
+        several jobs have prompts to be read: these are then read at once."""
+        self._pages, self._limits, self._last = pages, limits, last
         self._waiting: list[_Job] = []
         self._running: list[_Job] = []
         self._plan: StepPlan | None = None
@@ -164,11 +166,13 @@ class Scheduler:
             raise RuntimeError("the last step is not committed")
         step = _Step(self._limits.chunk)
         self._admit(step)
+        reading = sum(not job.ready(1) for job in self._running)
+        last = self._last if reading == 1 else 1
         for job in list(self._running):
             if job not in self._running:
                 continue  # preempted by an older one
             self._attach(job, step)
-            if not job.ready:
+            if not job.ready(last):
                 self._prefill(job, step)
             elif self._grow(job, step):
                 self._decode(job, step)
@@ -198,7 +202,7 @@ class Scheduler:
                 if not 1 <= len(new) <= 1 + row.drafts:
                     raise ValueError(f"{len(new)} tokens for a row of 1 to {1 + row.drafts}")
                 job.sequences[row.branch].tokens += new
-                self._pages.commit(job.sequences[row.branch], len(new))
+                self._pages.commit(job.sequences[row.branch], len(row.tokens) - 1 + len(new))
                 job.generated += len(new) if row.branch == 0 else 0
         done = tuple(job.serial for job in self._running if job.generated == job.limit)
         for serial in done:
@@ -298,17 +302,17 @@ class Scheduler:
                 step.prefill.append(Row(job.serial, branch, start, tokens, _indices(sequence)))
 
     def _grow(self, job: _Job, step: _Step) -> bool:
-        """Room for the last token of every sequence."""
-        return all(self._reserve(job, sequence, 1, step) for sequence in job.sequences)
+        """Room for the last tokens of every sequence."""
+        return all(self._reserve(job, sequence, sequence.missing, step) for sequence in job.sequences)
 
     def _decode(self, job: _Job, step: _Step) -> None:
         """The job's last tokens, with room for as many drafts as can be had without taking pages from another job."""
         drafts = min(self._limits.drafts, job.limit - job.generated - 1)
         for sequence in job.sequences:
-            if self._pages.reserve(sequence, 1 + drafts) is None:
-                drafts = len(sequence.pages) * self._pages.size - sequence.length - 1
+            if self._pages.reserve(sequence, sequence.missing + drafts) is None:
+                drafts = len(sequence.pages) * self._pages.size - len(sequence.tokens)
         for branch, sequence in enumerate(job.sequences):
-            last = (sequence.tokens[-1],)
+            last = tuple(sequence.tokens[sequence.length :])
             step.decode.append(Row(job.serial, branch, sequence.length, last, _indices(sequence), drafts))
 
     def _reserve(self, job: _Job, sequence: PagedSequence, count: int, step: _Step) -> bool:

@@ -9,7 +9,8 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 
-from exl2chat.engine.cache import KVCache
+from exl2chat.engine.cache import PAGE, KVCache
+from exl2chat.engine.jobs_benchmark import CONVERSATION, ROOM, measure_jobs, measure_turns
 from exl2chat.engine.reply_benchmark import REPLY, measure_reply
 from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.ops.attention import PLAIN_BITS
@@ -23,27 +24,31 @@ PRODUCTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is timed: steps of each of `rows` tokens at each of `contexts`, where 1 is a reply of `reply` tokens, and
-    prompts of so many tokens."""
+    """What is timed: steps of each of `rows` tokens at each of `contexts`, where 1 is a reply of `reply` tokens;
+    prompts of so many tokens; so many jobs of the dynamic generator at a time, and the turns of a conversation."""
 
     contexts: tuple[int, ...]
     rows: tuple[int, ...]
     prompts: tuple[int, ...]
     reply: int = REPLY
+    jobs: tuple[int, ...] = ()
+    turns: bool = False
 
     @property
     def room(self) -> int:
         """Tokens that the cache must hold."""
-        return max((*(context + max(self.reply, *self.rows) for context in self.contexts), *self.prompts))
+        replies = (context + max(self.reply, *self.rows) for context in self.contexts)
+        return max((*replies, *self.prompts, PAGE * max(self.jobs, default=0), ROOM * self.turns))
 
     def within(self, room: int) -> "Workload":
         """As much of it as a cache for `room` tokens allows, and one prompt in any case."""
         contexts = tuple(context for context in self.contexts if context + max(self.reply, *self.rows) <= room)
         prompts = tuple(prompt for prompt in self.prompts if prompt <= room) or (room,)
-        return replace(self, contexts=contexts, prompts=prompts)
+        jobs = tuple(count for count in self.jobs if PAGE * count <= room)
+        return replace(self, contexts=contexts, prompts=prompts, jobs=jobs, turns=self.turns and room >= ROOM)
 
 
-WORKLOAD = Workload(contexts=(128, 4096, 32768), rows=(1, 5), prompts=(2048, 8192))
+WORKLOAD = Workload(contexts=(128, 4096, 32768), rows=(1, 5), prompts=(2048, 8192), jobs=(1, 8, 32, 64), turns=True)
 CACHE_WORKLOAD = Workload(contexts=(4096, 32768), rows=(1, 5), prompts=())
 SHORT_WORKLOAD = Workload(contexts=(128,), rows=(1,), prompts=())
 
@@ -59,25 +64,30 @@ def measure_steps(model: Transformer, bandwidth: float, work: Workload, progress
         cache.storage.normal_()
     else:
         cache.storage.random_(0, 60)  # any codes, and scales below 1
-    return [*_prompts(model, cache, work, progress), *_steps(model, cache, bandwidth, work, progress)]
+    rows = [*_prompts(model, cache, work, progress), *_steps(model, cache, bandwidth, work, progress)]
+    rows += measure_jobs(model, cache, work.jobs, bandwidth, progress)
+    if work.turns:
+        ceilings = _prompt_ceiling(model, CONVERSATION), _step_ceiling(model, cache, CONVERSATION, bandwidth)
+        rows += measure_turns(model, cache, ceilings, progress)
+    return rows
 
 
 def as_objects(rows: list[KernelRow]) -> list[dict[str, str | int | float]]:
-    """For JSON: `tokens_per_second`, and how many times as long several tokens at once take as one (`times_one`)."""
-    single = {row.name: row.microseconds for row in rows}
+    """For JSON: `tokens_per_second`, and how many times as long a row takes as its `one` (`times_one`)."""
+    times = {row.name: row.microseconds for row in rows}
     objects = []
     for row in rows:
         figures = row.as_object() | {"tokens_per_second": round(row.rows * 1e6 / row.microseconds, 1)}
-        one = single.get("reply" + row.name[row.name.find(" at context") :])
-        objects.append(figures | {"times_one": round(row.microseconds / one, 3)} if one and row.rows > 1 else figures)
+        if row.one in times and row.one != row.name:
+            figures["times_one"] = round(row.microseconds / times[row.one], 3)
+        objects.append(figures)
     return objects
 
 
 def _steps(model: Transformer, cache: KVCache, bandwidth: float, work: Workload, progress: Progress) -> list[KernelRow]:
     result = []
     for context in work.contexts:
-        seen = cache.storage[..., 0, 0, :].nbytes * context
-        ceiling = (model.weights.read_bytes + seen) / bandwidth
+        ceiling = _step_ceiling(model, cache, context, bandwidth)
         for rows in work.rows:
             if rows == 1:
                 progress(f"reply at context {context}")
@@ -86,8 +96,16 @@ def _steps(model: Transformer, cache: KVCache, bandwidth: float, work: Workload,
             name = f"{rows} tokens at once at context {context}"
             progress(name)
             seconds = _median_seconds(partial(_step, model, cache, [1] * rows, context), STEPS)
-            result.append(KernelRow(name, rows, seconds * 1e6, ceiling * 1e6, "a read of the weights and the cache"))
+            one = f"reply at context {context}"
+            result.append(
+                KernelRow(name, rows, seconds * 1e6, ceiling * 1e6, "a read of the weights and the cache", one)
+            )
     return result
+
+
+def _step_ceiling(model: Transformer, cache: KVCache, context: int, bandwidth: float) -> float:
+    """Seconds of a read of what a step over `context` tokens looks at."""
+    return (model.weights.read_bytes + cache.storage[..., 0, 0, :].nbytes * context) / bandwidth
 
 
 def _step(model: Transformer, cache: KVCache, tokens: list[int], context: int) -> None:

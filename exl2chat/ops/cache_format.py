@@ -71,7 +71,10 @@ class CacheFormat:
 
     def write(self, tiles: Tensor, start: int, rows: Tensor) -> None:
         """Rows [heads, T, row_bytes] as the tokens from `start` on of tiles [heads, n, 16 * row_bytes]."""
-        tokens = torch.arange(start, start + rows.shape[1], device=tiles.device)
+        self.put(tiles, torch.arange(start, start + rows.shape[1], device=tiles.device), rows)
+
+    def put(self, tiles: Tensor, tokens: Tensor, rows: Tensor) -> None:
+        """Rows [heads, T, row_bytes] as `tokens`, int64 [T], of tiles [heads, n, 16 * row_bytes]."""
         tiles[:, tokens.unsqueeze(1) // TOKENS, self.places(tiles.device)[tokens % TOKENS]] = rows
 
     def read(self, tiles: Tensor, start: int, end: int) -> Tensor:

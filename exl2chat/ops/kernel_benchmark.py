@@ -25,13 +25,14 @@ REPEATS = 15
 @dataclass(frozen=True, slots=True)
 class KernelRow:
     """A median time in microseconds, and what it is measured against: the same bytes read at full bandwidth, or with
-    many rows torch's product of the same shape in float16."""
+    many rows torch's product of the same shape in float16. one: the name of another row that it is compared with."""
 
     name: str
     rows: int
     microseconds: float
     ceiling_microseconds: float
     ceiling: str
+    one: str = ""
 
     @property
     def ratio(self) -> float:

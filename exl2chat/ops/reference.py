@@ -61,9 +61,6 @@ class View:
 class QuantizedView:
     """A quantised cache as one layer sees it in one step (an Attend): `memory` [2 * G, tiles, bytes], keys before
     values, of which the tokens [start, start + T) are written and the last `reach` read; `mask` as `visible` made it.
-
-    Queries, keys and values are rotated as the format wants it, what comes out is rotated back. What is read is decoded
-    for each token anew, some groups at a time: in benchmarks/NOTES.md, what that takes.
     """
 
     heads: Heads
@@ -78,22 +75,8 @@ class QuantizedView:
     def __call__(self, qkv: Tensor, head_norm: Norm | None, into: Weight) -> Tensor:  # noqa: ARG002
         q, kv = turn(qkv, self.heads, head_norm, self.cos, self.sin)
         self.shape.write(self.memory, self.start, self.shape.quantize(rotate(kv)).transpose(0, 1))
-        matrix = basis(self.shape, q.device)
-        q = change(q, matrix)
-        groups, share = self.heads.groups, self.heads.queries // self.heads.groups
-        step = max(1, AT_ONCE // (self.reach * self.heads.size))
-        outs = [self._attend(q[:, i * share : (i + step) * share], i, step) for i in range(0, groups, step)]
-        out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
-        return change(out, matrix.T)
-
-    def _attend(self, q: Tensor, group: int, count: int) -> Tensor:
-        """Attention of the queries [T, H', D] of up to `count` groups from `group` on; [T, H' * D]."""
-        end = self.start + q.shape[0]
-        keys, values = (
-            decode(self.shape, heads[group : group + count], end - self.reach, end).unsqueeze(0)
-            for heads in self.memory.chunk(2)
-        )
-        return attention(q, keys, values, self.heads.scale, self.mask, self.heads.cap)
+        end = self.start + len(q)
+        return quantized_attention(q, self.heads, self.shape, self.memory, end, self.reach, self.mask)
 
 
 def turn(qkv: Tensor, heads: Heads, head_norm: Norm | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,6 +163,28 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tenso
             query, keys, values, mask, is_causal=mask is None and count > 1, scale=scale, enable_gqa=True
         )
     return out.view(1, -1) if count == 1 else out.squeeze(0).transpose(0, 1).reshape(count, -1)
+
+
+def quantized_attention(
+    q: Tensor, heads: Heads, shape: CacheFormat, memory: Tensor, end: int, reach: int, mask: Tensor | None
+) -> Tensor:
+    """`attention` of q [T, H, D] over the `reach` tokens before `end` in memory [2 * G, tiles, bytes], keys before
+    values.
+
+    Queries are rotated as the format wants it, and what comes out is rotated back. What is read is decoded for each
+    step anew, some groups at a time: in benchmarks/NOTES.md, what that takes.
+    """
+    matrix = basis(shape, q.device)
+    q = change(q, matrix)
+    share, step = heads.queries // heads.groups, max(1, AT_ONCE // (reach * heads.size))
+    outs = []
+    for first in range(0, heads.groups, step):
+        keys, values = (
+            decode(shape, part[first : first + step], end - reach, end).unsqueeze(0) for part in memory.chunk(2)
+        )
+        some = q[:, first * share : (first + step) * share]
+        outs.append(attention(some, keys, values, heads.scale, mask, heads.cap))
+    return change(outs[0] if len(outs) == 1 else torch.cat(outs, 1), matrix.T)
 
 
 def _capped_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, cap: float) -> Tensor:

@@ -27,11 +27,10 @@ MOST_TOKENS = 1 << 20
 
 
 class TokenSampler:
-    """Draws a token for each of some sequences at once, each by its own `ROW`, from up to MOST_TOKENS."""
+    """Draws a token for each of up to `rows` sequences at once, each by its own `ROW`, from up to MOST_TOKENS."""
 
     def __init__(self, device: torch.device, vocabulary: int, rows: int = 1) -> None:
-        blocks = -(-vocabulary // PER_BLOCK)
-        self._grid = (blocks, rows)
+        blocks = self._blocks = -(-vocabulary // PER_BLOCK)
         self._kernels = [kernels.load("sample.cu", name, device) for name in ("score", "weigh", "sift")]
         self._draw = kernels.load("sample.cu", "draw", device)
         self._memory = {
@@ -47,13 +46,13 @@ class TokenSampler:
             self._problem[name] = tensor.data_ptr()
 
     def set_rows(self, rows: NDArray[np.void]) -> None:
-        """Draw by `rows` [rows] of `ROW` from the next step on that is queued."""
+        """Draw by `rows` of `ROW`, as many as there can be, from the next step on that is queued."""
         self._memory["rows"].copy_(torch.from_numpy(rows.reshape(-1, 1).view(np.uint8)))
 
     def queue(self, logits: Tensor) -> None:
-        """Draw from logits [rows, at least vocabulary] float32, once they are there; the rows say where to."""
+        """Draw from logits [R, at least vocabulary] float32, once they are there; the first R rows say where to."""
         self._problem["logits"], self._problem["stride"] = logits.data_ptr(), logits.stride(0)
+        rows = logits.shape[0]
         for kernel in self._kernels:
-            kernel.launch(self._grid, THREADS, 0, self._problem)
-        blocks, rows = self._grid
-        self._draw.launch((1, rows), THREADS, 0, self._problem, blocks)
+            kernel.launch((self._blocks, rows), THREADS, 0, self._problem)
+        self._draw.launch((1, rows), THREADS, 0, self._problem, self._blocks)

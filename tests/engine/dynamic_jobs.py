@@ -10,6 +10,7 @@ from exl2chat.engine.generators.dynamic import DynamicGenerator
 from exl2chat.engine.generators.jobs import Final, Job, Result, Streamed
 from exl2chat.engine.generators.streaming import StreamingGenerator
 from exl2chat.engine.scheduler import Limits
+from exl2chat.engine.transformer import Transformer
 from exl2chat.settings import Sampling
 from tests.engine.tiny_models import ByteTokenizer, byte_model
 
@@ -36,9 +37,11 @@ def job(ids: Sequence[int], count: int, sampling: Sampling = GREEDY, **more: obj
     return Job((tuple(ids),), count, sampling, **more)  # type: ignore[arg-type]
 
 
-def streamed(ids: Sequence[int], count: int, sampling: Sampling = GREEDY) -> list[int]:
+def streamed(
+    ids: Sequence[int], count: int, sampling: Sampling = GREEDY, model: Transformer | None = None
+) -> list[int]:
     """What the streaming generator replies."""
-    model = byte_model()
+    model = model or byte_model()
     subject = StreamingGenerator(model, model.new_cache(1024), ByteTokenizer())  # type: ignore[arg-type]
     subject.set_stop_conditions([])
     subject.begin_stream_ex(list(ids), sampling, max_new_tokens=count)

@@ -5,7 +5,6 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from exl2chat.engine.generators.asynchronous import AsyncDynamicGenerator, Stream
@@ -24,10 +23,10 @@ class Gate:
         self.entered, self.opened = threading.Event(), threading.Event()
         run = subject._executor.run
 
-        def wait(plan: Any) -> np.ndarray:
+        def wait(*step: Any) -> object:
             self.entered.set()
             assert self.opened.wait(PATIENCE)
-            return run(plan)
+            return run(*step)
 
         monkeypatch.setattr(subject._executor, "run", wait)
 
@@ -132,8 +131,8 @@ async def test_an_error_of_the_model_reaches_every_job_and_the_next_ones_run(
     streams = [subject.enqueue(lambda n=n: job(prompt(9, n), 5)) for n in range(3)]  # type: ignore[misc]
     await gate.reached()
 
-    def fail(plan: object) -> None:
-        raise MemoryError(plan)
+    def fail(*step: object) -> None:
+        raise MemoryError(step)
 
     run = engine._executor.run
     monkeypatch.setattr(engine._executor, "run", fail)

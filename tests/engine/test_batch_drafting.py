@@ -22,6 +22,7 @@ from exl2chat.settings import Sampling
 from tests.engine.dynamic_jobs import LIMITS, SETTINGS, drain, final, generator, job, prompt, reply, streamed, text
 from tests.engine.fake_model import END, VOCABULARY
 from tests.engine.speculative import Always, RowsModel
+from tests.engine.test_dynamic_draws import Device
 from tests.engine.tiny_models import ByteTokenizer, byte_model
 
 MOST = 4
@@ -335,3 +336,15 @@ def test_rounds_are_timed_by_the_size_of_their_batch(monkeypatch: pytest.MonkeyP
         rounds.end(plan, [2] * len(serials), [1] * len(serials))
     assert [what for _, what in heard] == [(2, [1], 1.0), (2, [1, 1, 1], 1.0), (2, [1, 1], 1.0)]
     assert heard[0][0] != heard[1][0] == heard[2][0]
+
+
+def test_a_device_draws_for_jobs_without_drafts_and_the_host_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [job(prompt(20 + n, n), 30, SETTINGS[n]) for n in range(2)]
+    subject = generator(limits=DRAFTING)
+    device = Device(subject, monkeypatch)
+    wanted = [streamed(each.prompts[0], 30, each.sampling) for each in jobs]
+    subject._rounds = Rounds(Told({0: wanted[0], 1: []}, 0.7), MOST)
+    results = run(subject, jobs)
+    assert [reply(results, n) for n in range(2)] == wanted
+    assert final(results, 0).accepted > 5
+    assert device.drew[1] == 30 > device.drew.get(0, 0)

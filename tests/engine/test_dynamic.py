@@ -110,6 +110,18 @@ def test_an_unseeded_job_tells_the_seed_that_repeats_it() -> None:
     assert reply(results, serial) == streamed(prompt(5), 20, repeated)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_jobs_over_a_quantised_cache_write_what_the_streaming_generator_does(bits: int) -> None:
+    model = replace(byte_model(), cache_bits=bits)
+    subject = DynamicGenerator(model, model.new_cache(4 * PAGE), ByteTokenizer(), LIMITS)  # type: ignore[arg-type]
+    start = prompt(300)
+    wanted = [(start, 20, SETTINGS[1]), ((*start[:280], *prompt(9, 1)), 20, GREEDY), (prompt(9, 2), 20, SETTINGS[1])]
+    serials = [subject.enqueue(job(*each)) for each in wanted]
+    results = drain(subject)
+    assert [reply(results, serial) for serial in serials] == [streamed(*each, model) for each in wanted]
+    assert final(results, serials[1]).cached_tokens > 0
+
+
 # The prompt cache
 
 
@@ -215,8 +227,8 @@ def test_after_an_error_of_the_model_the_jobs_go_on(monkeypatch: pytest.MonkeyPa
     results = subject.iterate() + subject.iterate() + subject.iterate()
     run = subject._executor.run
 
-    def fail(plan: object) -> object:
-        run(plan)  # type: ignore[arg-type]
+    def fail(*step: object) -> object:
+        run(*step)  # type: ignore[arg-type]
         raise MemoryError
 
     monkeypatch.setattr(subject._executor, "run", fail)

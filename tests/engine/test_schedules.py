@@ -35,7 +35,8 @@ class Life:
             skips=self.random.randrange(4),
         )
         self.table = PageTable(total, self.size)
-        self.scheduler = Scheduler(self.table, self.limits)
+        self.last = self.random.choice([1, 1, 2, 5])
+        self.scheduler = Scheduler(self.table, self.limits, self.last)
         self.cache = TokenCache(total, self.size)
         self.prompts: dict[int, list[list[int]]] = {}
         self.replies: dict[int, list[int]] = {}
@@ -87,7 +88,7 @@ class Life:
         sampled = {row.job: self.sample(row) for row in plan.decode if row.branch == 0}
         for row in plan.decode:
             accepted = [token + self.salts[row.job] for token in sampled[row.job][:-1]]
-            self.cache.write(row.pages, row.start + 1, accepted)
+            self.cache.write(row.pages, row.start + len(row.tokens), accepted)
         if self.random.random() < 0.05:
             self.end(self.random.choice([*self.prompts, 0]))
         for job, new in sampled.items():
@@ -104,16 +105,18 @@ class Life:
         assert len({(row.job, row.branch) for row in rows}) == len(rows) <= self.limits.batch
         assert sum(len(self.prompts[job]) for job in self.scheduler.running) <= self.limits.batch
         assert sum(len(row.tokens) for row in plan.prefill) <= self.limits.chunk
+        assert all(1 <= len(row.tokens) <= self.last for row in plan.decode)
         assert bool(self.scheduler.running) == bool(self.prompts), "jobs wait for nothing"
         if self.scheduler.running:
             assert min(self.scheduler.running) in {row.job for row in rows}, "the oldest does not get on"
 
     def sample(self, row: Row) -> list[int]:
         """From what is in the cache and nothing else: some accepted drafts and a token."""
-        text = [token % SALTED for token in self.cache.read(row.pages, row.start + 1)]
+        end = row.start + len(row.tokens)
+        text = [token % SALTED for token in self.cache.read(row.pages, end)]
         for _ in range(1 + self.random.randint(0, row.drafts)):
             text.append(next_token(text, self.rewinds[row.job]))
-        return text[row.start + 1 :]
+        return text[end:]
 
     def finish(self, job: int) -> None:
         """A job has all its tokens: exactly those that its first prompt alone leads to."""

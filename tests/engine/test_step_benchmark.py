@@ -2,9 +2,14 @@
 
 import pytest
 
+from exl2chat.engine import jobs_benchmark
+from exl2chat.engine.cache import PAGE
+from exl2chat.engine.jobs_benchmark import ROOM
 from exl2chat.engine.reply_benchmark import REPLY
 from exl2chat.engine.step_benchmark import SHORT_WORKLOAD, WORKLOAD, Workload, as_objects
 from exl2chat.ops.kernel_benchmark import KernelRow
+from exl2chat.progress import silent
+from tests.engine.tiny_models import byte_model
 
 
 @pytest.mark.parametrize(
@@ -29,14 +34,38 @@ def test_a_workload_needs_room_for_its_longest_part() -> None:
     assert SHORT_WORKLOAD.room == 128 + REPLY
 
 
-def test_several_tokens_at_once_are_compared_with_one_at_the_same_context() -> None:
+def test_several_tokens_at_once_are_compared_with_one() -> None:
     rows = [
-        KernelRow("reply at context 128", 1, 2000.0, 1000.0, "a read"),
-        KernelRow("5 tokens at once at context 128", 5, 2500.0, 1000.0, "a read"),
-        KernelRow("5 tokens at once at context 4096", 5, 2500.0, 1000.0, "a read"),
+        KernelRow("reply at context 128", 1, 2000.0, 1000.0, "a read", "reply at context 128"),
+        KernelRow("5 tokens at once at context 128", 5, 2500.0, 1000.0, "a read", "reply at context 128"),
+        KernelRow("5 tokens at once at context 4096", 5, 2500.0, 1000.0, "a read", "reply at context 4096"),
         KernelRow("prompt of 2048", 2048, 50_000.0, 40_000.0, "torch.mm"),
     ]
     one, five, alone, prompt = as_objects(rows)
     assert (one["tokens_per_second"], five["tokens_per_second"], prompt["tokens_per_second"]) == (500, 2000, 40_960)
     assert (one["ratio"], five["times_one"]) == (0.5, 1.25)
     assert not [figures for figures in (one, alone, prompt) if "times_one" in figures]
+
+
+def test_jobs_and_turns_are_timed_where_the_cache_has_room() -> None:
+    assert WORKLOAD.jobs == (1, 8, 32, 64)
+    assert WORKLOAD.turns
+    assert Workload((), (), (), jobs=(1, 8, 64)).room == 64 * PAGE
+    assert Workload((), (), (), turns=True).room == ROOM
+    small = WORKLOAD.within(9 * PAGE)
+    assert (small.jobs, small.turns) == ((1, 8), False)
+
+
+def test_what_many_jobs_and_a_cached_conversation_take_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs_benchmark, "STEPS", 2)
+    monkeypatch.setattr(jobs_benchmark, "ROUNDS", 1)
+    model = byte_model()
+    cache = model.new_cache(ROOM)
+    jobs = jobs_benchmark.measure_jobs(model, cache, (1, 3), 1e12, silent)
+    turns = jobs_benchmark.measure_turns(model, cache, (1.0, 0.5), silent)
+    one, three, cold, turn = as_objects([*jobs, *turns])
+    assert [one["name"], three["name"]] == ["1 job at context 128", "3 jobs at context 128"]
+    assert three["times_one"] == pytest.approx(three["microseconds"] / one["microseconds"], rel=0.01)
+    assert three["tokens_per_second"] == pytest.approx(3e6 / three["microseconds"], rel=0.01)
+    assert (cold["ceiling_microseconds"], turn["ceiling_microseconds"]) == (1e6, 5e5)
+    assert turn["times_one"] == pytest.approx(turn["microseconds"] / cold["microseconds"], abs=0.001)

@@ -5,16 +5,18 @@ A reply does not depend on the batch it ran in but for the rounding that `Execut
 seed, position and token, and its sampler's memory is its own.
 """
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from exl2chat.engine.batch_drafting import ModelDrafts, Rounds, SuffixDrafts
 from exl2chat.engine.cache import PAGE, KVCache
+from exl2chat.engine.device_decoder import checked
+from exl2chat.engine.device_draws import Drawing
 from exl2chat.engine.drafting import Speculate, choose_drafts
 from exl2chat.engine.embeddings import InputEmbeddings, check_prompt
 from exl2chat.engine.executor import Executor
@@ -35,9 +37,11 @@ WARM_UP = 32
 
 @dataclass(slots=True)
 class _Running:
-    """A job that has not ended. `cached` tokens of its text were not computed for it."""
+    """A job that has not ended. drawing: of its tokens where a device draws them. `cached` tokens of its text were not
+    computed for it."""
 
     task: Task
+    drawing: Drawing
     times: Times
     cached: int = 0
     drafted: int = 0
@@ -45,15 +49,22 @@ class _Running:
 
 
 @dataclass(slots=True)
-class _Written:
-    """The tokens of a job in one step, and what is to happen to it then."""
+class _Turn:
+    """What a step computed for a job: the logits [prompts, 1 + drafts, V], or the token that a device `drew`. Then the
+    tokens of its reply that came of it, and what is to happen to the job."""
 
     serial: int
-    drafted: int = 0
+    drafts: tuple[int, ...]
+    logits: NDArray[np.float32] | None
+    drew: int = 0
     tokens: list[int] = field(default_factory=list)
-    accepted: int = 0
     rewound: int = 0
     over: bool = False
+
+    @property
+    def accepted(self) -> int:
+        """How many drafts were right."""
+        return sum(map(operator.eq, self.tokens, self.drafts))
 
 
 class DynamicGenerator:
@@ -73,14 +84,14 @@ class DynamicGenerator:
         speculate: Speculate = "auto",
     ) -> None:
         """With limits.drafts, up to so many tokens of each reply are drafted at a time, as `speculate` says
-        (`drafting.choose_drafts`). The draft model's cache, by default one as long as `cache`, is used by nobody else.
-        UsageError for a quantised cache."""
+        (`drafting.choose_drafts`). The draft model's cache, by default one as long as `cache`, is used by nobody
+        else."""
         limits = limits or Limits(batch=64, queue=MANY, chunk=prefill_chunk(model.device))
         self.language = Language(tokenizer, model.config.vocab_size)
         self._model, self._cache = model, cache
-        self._executor = Executor(model, cache)
+        self._executor = Executor(model, cache, self.language.size)
         self._salt = cache_salt(())
-        self._scheduler = Scheduler(PageTable(self._executor.pages, PAGE), limits)
+        self._scheduler = Scheduler(PageTable(self._executor.pages, PAGE), limits, self._executor.last)
         self._jobs: dict[int, _Running] = {}
         self._caches = [cache]
         self._draft_model: ModelDrafts | None = None
@@ -90,7 +101,7 @@ class DynamicGenerator:
             self._caches.append(draft_cache)
             self._draft_model = ModelDrafts(draft_model, draft_cache, self._executor.pages, self.language.size)
         drafter = SuffixDrafts() if drafts == "ngram" else self._draft_model
-        self._rounds = Rounds(drafter, limits.drafts) if drafter else None
+        self._rounds = Rounds(drafter, limits.drafts) if limits.drafts and speculate != "off" else None
         self._empty()
 
     @property
@@ -108,7 +119,8 @@ class DynamicGenerator:
         task = Task(job, self.language)
         limit = job.max_new_tokens + bool(job.banned)  # so that the scheduler lets the last token be taken back
         serial = self._scheduler.enqueue(task.prompts, limit, self._salt)
-        self._jobs[serial] = _Running(task, Times(time.perf_counter()))
+        drawing = Drawing(task.chooser.sampling, task.chooser.tokens)
+        self._jobs[serial] = _Running(task, drawing, Times(time.perf_counter()))
         return serial
 
     def _check(self, prompt: Sequence[int], job: Job) -> None:
@@ -164,11 +176,12 @@ class DynamicGenerator:
         jobs remain."""
         if self._jobs:
             raise UsageError(f"{self.remaining} jobs have not ended", "change LoRAs when there are none")
-        self._executor = Executor(with_adapters(self._model, adapters), self._cache)
+        self._executor = Executor(with_adapters(self._model, adapters), self._cache, self.language.size)
         self._salt = cache_salt(adapters)
 
     def warm_up(self) -> None:
         """Write a few tokens and forget them, so that the first job is as fast as the others."""
+        self._executor.warm_up()
         new = min(WARM_UP, self._cache.capacity - 2)
         self.generate([Job(((0, 0),), new, Sampling(temperature=0))])
         self.reset()
@@ -189,26 +202,42 @@ class DynamicGenerator:
         plan = self._scheduler.plan()
         try:
             started = self._start(plan)
-            step, logits = self._compute(plan)
+            turns = self._compute(plan)
         except BaseException:
             self._scheduler.reset()
             raise
-        written, results = self._write(plan, step, logits)
+        results = self._write(plan, turns)
         if self._rounds is not None:
-            self._rounds.end(plan, [each.drafted for each in written], [each.accepted for each in written])
+            self._rounds.end(plan, [len(turn.drafts) for turn in turns], [turn.accepted for turn in turns])
         if not self._jobs:
             self._defragment()
         return [*started, *results, *self._prefilled(plan)]
 
-    def _compute(self, plan: StepPlan) -> tuple[StepPlan, NDArray[np.float32]]:
-        """Carry out a step, with drafts behind the last tokens; it, and the logits of its decoding rows."""
+    def _compute(self, plan: StepPlan) -> list[_Turn]:
+        """Carry out a step, with drafts behind the last tokens; what it computed for each job."""
         self._executor.embed(self._embedded(plan))
-        if self._rounds is None:
-            return plan, self._executor.run(plan)
-        step = self._rounds.begin(plan, {serial: job.task.chooser for serial, job in self._jobs.items()})
-        logits = self._executor.run(step)
-        self._rounds.computed()
-        return step, logits
+        step = plan
+        if self._rounds is not None:
+            step = self._rounds.begin(plan, {serial: job.task.chooser for serial, job in self._jobs.items()})
+        drafts = {new.job: new.tokens[len(old.tokens) :] for old, new in zip(plan.decode, step.decode, strict=True)}
+        places: dict[int, list[int]] = {}
+        for place, row in enumerate(step.decode):
+            places.setdefault(row.job, []).append(place)
+        jobs = {serial: self._jobs[serial] for serial in places}
+        draws = {
+            serial: job.drawing for serial, job in jobs.items() if job.task.chooser.on_device and not drafts[serial]
+        }
+        computed = self._executor.run(step, draws)
+        turns = []
+        for serial, rows in places.items():
+            if serial in computed.drawn:
+                turns.append(_Turn(serial, (), None, computed.drawn[serial]))
+            else:
+                logits = np.stack([computed.logits(row)[-1 - len(drafts[serial]) :] for row in rows])
+                turns.append(_Turn(serial, drafts[serial], logits))
+        if self._rounds is not None:
+            self._rounds.computed()
+        return turns
 
     def _defragment(self) -> None:
         copies = self._scheduler.defragment()
@@ -237,59 +266,45 @@ class DynamicGenerator:
                 results.append(Started(serial))
         return results
 
-    def _write(
-        self, plan: StepPlan, step: StepPlan, logits: NDArray[np.float32]
-    ) -> tuple[list[_Written], list[Result]]:
-        """The tokens of this step, as far as the drafts in its rows are right. Whatever happens, the scheduler knows of
-        every one that a reply has."""
-        ends = accumulate(len(row.tokens) for row in step.decode)
-        places: dict[int, list[int]] = {}  # of each job, where in `logits` those of its tokens and drafts end
-        for row, end in zip(step.decode, ends, strict=True):
-            places.setdefault(row.job, []).append(end)
-        drafts = {new.job: new.tokens[len(old.tokens) :] for old, new in zip(plan.decode, step.decode, strict=True)}
-        written: list[_Written] = []
+    def _write(self, plan: StepPlan, turns: Sequence[_Turn]) -> list[Result]:
+        """The tokens of this step. Whatever happens, the scheduler knows of every one that a reply has."""
         results: list[Result] = []
         try:
-            for serial, at in places.items():
-                written.append(_Written(serial, len(drafts[serial])))
-                rows = logits[[range(end - 1 - len(drafts[serial]), end) for end in at]]
-                results += self._write_job(written[-1], rows, drafts[serial])
+            for turn in turns:
+                results += self._write_turn(turn)
         finally:
-            self._scheduler.commit(plan, {each.serial: each.tokens for each in written})
-            for each in written:
-                self._settle(each)
-        return written, results
-
-    def _write_job(self, written: _Written, rows: NDArray[np.float32], drafts: Sequence[int]) -> list[Result]:
-        """The tokens of one job from the logits [prompts, 1 + drafts, V], up to one that is not the draft."""
-        job = self._jobs[written.serial]
-        if not job.times.drew:
-            job.times.drew = time.perf_counter()
-            job.cached = self._scheduler.progress(written.serial).cached
-        job.drafted += len(drafts)
-        results: list[Result] = []
-        try:
-            for number in range(1 + len(drafts)):
-                token = job.task.chooser.draw(rows[:, number])
-                advance = job.task.push(token)
-                written.tokens.append(token)
-                right = number < len(drafts) and token == drafts[number]
-                written.accepted += right
-                job.accepted += right
-                written.rewound, written.over = advance.rewound, advance.end is not None
-                results += _streamed(written.serial, job, advance)
-                if written.over or written.rewound or not right:
-                    break
-        except Exception as error:  # of a filter or a hook, too
-            written.over = True
-            results.append(Failed(written.serial, error, job.task.text))
+            self._scheduler.commit(plan, {turn.serial: turn.tokens for turn in turns})
+            for turn in turns:
+                if turn.over:
+                    self.cancel(turn.serial)
+                elif turn.rewound:
+                    self._scheduler.rewind(turn.serial, turn.rewound)
         return results
 
-    def _settle(self, written: _Written) -> None:
-        if written.over:
-            self.cancel(written.serial)
-        elif written.rewound:
-            self._scheduler.rewind(written.serial, written.rewound)
+    def _write_turn(self, turn: _Turn) -> list[Result]:
+        """The tokens of one job, up to one that is not the draft."""
+        job = self._jobs[turn.serial]
+        if not job.times.drew:
+            job.times.drew = time.perf_counter()
+            job.cached = self._scheduler.progress(turn.serial).cached
+        job.drafted += len(turn.drafts)
+        results: list[Result] = []
+        try:
+            for number in range(1 + len(turn.drafts)):
+                chooser, logits = job.task.chooser, turn.logits
+                token = checked(turn.drew) if logits is None else chooser.draw(logits[:, number])
+                advance = job.task.push(token)
+                turn.tokens.append(token)
+                right = number < len(turn.drafts) and token == turn.drafts[number]
+                job.accepted += right
+                turn.rewound, turn.over = advance.rewound, advance.end is not None
+                results += _streamed(turn.serial, job, advance)
+                if turn.over or turn.rewound or not right:
+                    break
+        except Exception as error:  # of a filter or a hook, too
+            turn.over = True
+            results.append(Failed(turn.serial, error, job.task.text))
+        return results
 
     def _embedded(self, plan: StepPlan) -> tuple[InputEmbeddings, ...]:
         """What the jobs of `plan` have in their prompts, each once."""

@@ -34,7 +34,7 @@ class Extras(msgspec.Struct, frozen=True):
     allows it. token_healing: the first token takes the place of the prompt's last one, whose text it repeats and goes
     on from, unless that is the only one, hidden, or no whole characters. banned_strings, in any case of their letters,
     do not come to be: tokens are taken back and others drawn. return_probabilities, return_top_tokens (so many) and
-    return_logits fill `StreamResult.details`. hooks see every draw, and may change it.
+    return_logits fill `StreamResult.details`. hooks see each draw, and may change it.
     """
 
     constraint: Constraint | None = None
@@ -191,7 +191,8 @@ class StreamingGenerator:
             (tuple(ids),), max_new_tokens or self._cache.capacity, settings, self._conditions,
             heal=extras.token_healing, banned=extras.banned_strings, constraint=extras.constraint,
             prefer_end=extras.prefer_end, special=decode_special_tokens, top_tokens=extras.return_top_tokens,
-            probabilities=extras.wants_details, logits=extras.return_logits, hooks=extras.hooks, continuing=continuing,
+            probabilities=extras.wants_details, logits=extras.return_logits,
+            hooks=extras.hooks, continuing=continuing,
         )  # fmt: skip
         task = Task(job, self._language, self._cache.capacity)
         self._use(adapters, tuple(embeddings))

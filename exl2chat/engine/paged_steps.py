@@ -1,0 +1,121 @@
+"""Decoding steps of many sequences at once on a GPU, as graphs: each sequence has a page table of its own."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from exl2chat.engine.decode_graphs import Recorded
+from exl2chat.engine.device_draws import DeviceDraws, Drawing
+from exl2chat.engine.device_steps import RESULTS, DrawnTokens
+from exl2chat.engine.scheduler import Row
+from exl2chat.ops import compile_for
+from exl2chat.ops.sample import TokenSampler
+from exl2chat.progress import silent
+
+# Sequences of a graph. Up to 16 gemv.cu multiplies (up to 8 to the same bits), then gemm.cu, in tiles of 32 and of 64.
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+MOST = BUCKETS[-1]
+LENGTHS = (1, 32, 64)  # tokens of a sequence; of several there is one sequence
+
+# The logits of tokens int64 [B * T] of B sequences, whose first and last ones stand at positions int32 [B] each, in
+# pages int32 [B, most].
+Step = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Mirrored:
+    """Memory of the host, as an array, and its copy on the device."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._memory = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+        self.host: NDArray[Any] = self._memory.numpy()
+        self.device = torch.zeros(shape, dtype=dtype, device=device)
+
+    def send(self) -> None:
+        """Queue the copy. The host's memory must not change before it has ended."""
+        self.device.copy_(self._memory, non_blocking=True)
+
+
+class StepInputs:
+    """What a step reads of its rows, sent in one copy; and their page tables, sent where they have changed."""
+
+    def __init__(self, pages: int, device: torch.device) -> None:
+        """A text has up to `pages` pages."""
+        self._numbers = Mirrored((3, MOST), torch.int64, device)  # tokens; firsts and lasts, which are int32
+        self._tables = Mirrored((MOST, pages), torch.int32, device)
+        self._placed: list[tuple[int, ...]] = [()] * MOST
+        self.tokens, self.tables = self._numbers.device[0], self._tables.device
+        self.firsts, self.lasts = self._numbers.device[1:3].view(torch.int32)[:, :MOST].unbind(0)
+
+    def place(self, rows: Sequence[Row]) -> NDArray[np.int64]:
+        """Send up to MOST tokens, one after another. The positions of the rows' last ones."""
+        count = len(rows)
+        tokens = [token for row in rows for token in row.tokens]
+        lasts = np.array([row.start + len(row.tokens) - 1 for row in rows])
+        self._numbers.host[0, : len(tokens)] = tokens
+        numbers = self._numbers.host[1:3].view(np.int32)
+        numbers[0, :count], numbers[1, :count] = [row.start for row in rows], lasts
+        self._numbers.send()
+        changed = [place for place, row in enumerate(rows) if self._placed[place] != row.pages]
+        for place in changed:
+            pages = self._placed[place] = rows[place].pages
+            self._tables.host[place, : len(pages)] = pages
+        if changed:
+            self._tables.send()
+        return lasts
+
+
+class PagedSteps:
+    """The decoding steps of one model over the pages of one cache, queued on torch's current stream."""
+
+    def __init__(self, step: Step, vocabulary: int, pages: int, longest: int, device: torch.device) -> None:
+        """Tokens are drawn from the first `vocabulary`. A text has up to `longest` of them, in up to `pages` pages."""
+        self._inputs = StepInputs(pages, device)
+        results = torch.empty(MOST, RESULTS, dtype=torch.int32, pin_memory=True)
+        self._drawn = DrawnTokens(results, [torch.cuda.Event()])  # type: ignore[no-untyped-call]
+        self._draws = DeviceDraws(vocabulary, longest, self._inputs.lasts, self._inputs.tokens, results)
+        self._sampler = TokenSampler(device, vocabulary, MOST)
+        self._sampler.set_rows(self._draws.table)
+        self._work = partial(_decode, step, self._sampler, self._inputs)  # not self: a cycle
+        self._graphs: dict[tuple[int, int], Recorded] = {}
+
+    def run(self, rows: Sequence[Row], draws: Mapping[int, Drawing]) -> tuple[Tensor, list[int]]:
+        """Rows of one token, up to MOST, or one row of as many: their logits [tokens, V], until the next step; and what
+        was drawn after each row's last token, which means something for jobs in `draws`: -1 where logits are not
+        numbers."""
+        count, tokens = len(rows), sum(len(row.tokens) for row in rows)
+        bucket = next(size for size in BUCKETS if size >= count)
+        each = next(size for size in LENGTHS if size * count >= tokens)
+        lasts = self._inputs.place([*rows, *[rows[-1]] * (bucket - count)])  # the same row again writes the same
+        if self._draws.prepare(rows, draws):
+            self._sampler.set_rows(self._draws.table)
+        logits = self._graph(bucket, each)()
+        self._drawn.record(0)
+        self._drawn.wait(0)
+        drawn: list[int] = self._drawn.tokens[np.arange(count), (lasts[:count] + 1) % RESULTS].tolist()
+        return logits[:tokens], drawn
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile every kernel that these steps need. ModelError where one does not compile."""
+        sizes = [*((size, 1) for size in BUCKETS), *((1, each) for each in LENGTHS)]
+        compile_for(lambda: [self._work(*size) for size in sizes], silent)
+
+    def _graph(self, sequences: int, each: int) -> Recorded:
+        """Steps of so many sequences with so many tokens each."""
+        key = sequences, each
+        if key not in self._graphs:
+            pool = next((graph.pool for graph in self._graphs.values()), None)
+            self._graphs[key] = Recorded(partial(self._work, sequences, each), pool)
+        return self._graphs[key]
+
+
+def _decode(step: Step, sampler: TokenSampler, inputs: StepInputs, sequences: int, each: int) -> Tensor:
+    firsts, lasts = inputs.firsts[:sequences], inputs.lasts[:sequences]
+    logits = step(inputs.tokens[: sequences * each], firsts, lasts, inputs.tables[:sequences])
+    sampler.queue(logits if each == 1 else logits.index_select(0, lasts - firsts))
+    return logits

@@ -1,0 +1,76 @@
+"""Jobs whose tokens a device draws, with an executor that does what a GPU would."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from exl2chat.engine.device_draws import Drawing
+from exl2chat.engine.executor import Computed
+from exl2chat.engine.generators.dynamic import DynamicGenerator
+from exl2chat.engine.generators.jobs import Failed, Job
+from exl2chat.engine.sampler import Sampler
+from exl2chat.engine.scheduler import StepPlan
+from exl2chat.settings import Sampling
+from tests.engine.dynamic_jobs import GREEDY, SETTINGS, drain, final, generator, job, prompt, reply, streamed
+
+
+class Device:
+    """Draws from an executor's logits, with a sampler that knows no more than a `Drawing` says."""
+
+    def __init__(self, subject: DynamicGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.drew: dict[int, int] = {}
+        self.broken = False
+        self._run = subject._executor.run
+        monkeypatch.setattr(subject._executor, "run", self.run)
+
+    def run(self, plan: StepPlan, draws: Mapping[int, Drawing]) -> Computed:
+        computed = self._run(plan, {})
+        drawn = {}
+        for place, row in enumerate(plan.decode):
+            if row.job in draws:
+                drawing = draws[row.job]
+                assert list(drawing.text[-len(row.tokens) :]) == list(row.tokens)
+                sampler = Sampler(drawing.settings, drawing.text)
+                logits = computed.logits(place)[-1]
+                drawn[row.job] = -1 if self.broken else sampler.sample(logits, row.start + len(row.tokens))
+                self.drew[row.job] = self.drew.get(row.job, 0) + 1
+        return replace(computed, drawn=drawn)
+
+
+def test_replies_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the last settings it draws every token itself: no kernel knows mirostat."""
+    subject = generator()
+    device = Device(subject, monkeypatch)
+    wanted = [(prompt(20 + 9 * n, n), 20, settings) for n, settings in enumerate(SETTINGS)]
+    serials = [subject.enqueue(job(*each)) for each in wanted]
+    results = drain(subject)
+    assert [reply(results, serial) for serial in serials] == [streamed(*each) for each in wanted]
+    assert device.drew == dict.fromkeys(serials[:3], 20)
+
+
+def test_the_host_draws_where_a_token_may_not_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a banned text was taken back, its place is the host's; the rest is the device's."""
+    settings = Sampling(temperature=1.0, seed=3, repetition_penalty=1.3)
+    subject = generator()
+    serial = subject.enqueue(job(prompt(9), 30, settings))
+    said = final(drain(subject), serial).text
+    wanted = Job((tuple(prompt(9)),), 30, settings, banned=(said[10:12],))
+    expected = generator()
+    serial = expected.enqueue(wanted)
+    expected_reply = reply(drain(expected), serial)
+    subject = generator()
+    device = Device(subject, monkeypatch)
+    serial = subject.enqueue(wanted)
+    assert reply(drain(subject), serial) == expected_reply
+    assert device.drew[serial] > 0
+
+
+def test_logits_that_are_not_numbers_fail_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = generator()
+    device = Device(subject, monkeypatch)
+    device.broken = True
+    serial = subject.enqueue(job(prompt(9), 5, GREEDY))
+    [failed] = [result for result in drain(subject) if isinstance(result, Failed)]
+    assert (failed.serial, subject.remaining) == (serial, 0)
+    assert "not numbers" in str(failed.error)

@@ -1,0 +1,157 @@
+"""What steps of many sequences are told, without a GPU."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from exl2chat.engine.cache import PAGE
+from exl2chat.engine.device_draws import DeviceDraws, Drawing
+from exl2chat.engine.device_penalties import count_window
+from exl2chat.engine.device_steps import RESULTS
+from exl2chat.engine.embeddings import InputEmbeddings
+from exl2chat.engine.executor import Executor
+from exl2chat.engine.paged_steps import MOST, StepInputs
+from exl2chat.engine.scheduler import Row, StepPlan
+from exl2chat.settings import Sampling
+from tests.engine.tiny_models import byte_model
+
+CPU = torch.device("cpu")
+VOCABULARY = 50
+PLAIN, PENALIZED = Sampling(seed=1, top_k=7), Sampling(seed=2, repetition_penalty=1.5)
+
+
+def row(job: int, start: int, *tokens: int, pages: tuple[int, ...] = (0,)) -> Row:
+    return Row(job, 0, start, tokens, pages)
+
+
+def test_a_step_is_sent_its_rows() -> None:
+    inputs = StepInputs(3, CPU)
+    lasts = inputs.place([row(7, 260, 1, 2, pages=(4, 9)), row(8, 3, 5, pages=(2,))])
+    assert lasts.tolist() == [261, 3]
+    assert inputs.tokens[:3].tolist() == [1, 2, 5]
+    assert (inputs.firsts[:2].tolist(), inputs.lasts[:2].tolist()) == ([260, 3], [261, 3])
+    assert inputs.tables[:2].tolist() == [[4, 9, 0], [2, 0, 0]]
+    assert (inputs.firsts.dtype, inputs.lasts.dtype, inputs.tables.dtype) == (torch.int32,) * 3
+
+
+def test_page_tables_are_sent_where_they_changed() -> None:
+    inputs = StepInputs(2, CPU)
+    inputs.place([row(0, 9, 1, pages=(3,)), row(1, 9, 1, pages=(4,))])
+    inputs.tables.fill_(-1)
+    inputs.place([row(0, 10, 1, pages=(3,)), row(1, 10, 1, pages=(4,))])
+    assert bool((inputs.tables == -1).all())
+    inputs.place([row(0, 11, 1, pages=(3,)), row(2, 600, 1, pages=(5, 6))])
+    assert inputs.tables[:2].tolist() == [[3, 0], [5, 6]]
+
+
+def draws() -> DeviceDraws:
+    lasts, tokens = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
+    return DeviceDraws(VOCABULARY, 64, lasts, tokens, torch.zeros(3, RESULTS, dtype=torch.int32))
+
+
+def test_each_row_draws_as_its_job_asks_and_is_written_once() -> None:
+    subject = draws()
+    assert bool((subject.table["greedy"] == 1).all())
+    wanted = {5: Drawing(PLAIN, []), 6: Drawing(Sampling(seed=9, temperature=0.5, top_k=4), [])}
+    assert subject.prepare([row(5, 3, 1), row(9, 3, 1), row(6, 3, 1)], wanted)
+    assert subject.table["seed"].tolist() == [1, 0, 9]
+    assert subject.table["greedy"].tolist() == [0, 1, 0]
+    assert subject.table["top_k"].tolist() == [7, 0, 4]
+    assert len({*subject.table["position"].tolist(), *subject.table["token"].tolist()}) == 6
+    assert not subject.prepare([row(5, 4, 2), row(9, 4, 2), row(6, 4, 2)], wanted)
+    assert subject.prepare([row(6, 5, 2), row(5, 5, 2)], wanted)
+    assert subject.table["seed"].tolist() == [9, 1, 0]
+
+
+def window_of(subject: DeviceDraws, place: int) -> int:
+    return int(subject.table["seen"][place])
+
+
+def test_penalties_count_on_from_step_to_step_and_anew_where_the_text_is_another() -> None:
+    subject = draws()
+    text = [3, 4, 3]
+    wanted = {5: Drawing(PENALIZED, text)}
+    subject.prepare([row(5, 2, 3)], wanted)
+    first = window_of(subject, 0)
+    assert first
+    expected = count_window(torch.tensor(text), PENALIZED.penalty_range, PENALIZED.penalty_decay, VOCABULARY, 65)
+    assert torch.equal(subject._windows[5].window.seen, expected.seen)
+    kept = subject._windows[5]  # so that its memory is not given out again
+    text.append(8)
+    assert not subject.prepare([row(5, 3, 8)], wanted)
+    assert subject.prepare([row(5, 3, 8)], wanted)  # the token after 8 was taken back
+    assert window_of(subject, 0) != first
+    again = subject._windows[5]
+    text.append(9)
+    subject.prepare([row(5, 4, 9)], {})  # another draws
+    assert window_of(subject, 0) == 0
+    text.append(10)
+    subject.prepare([row(5, 5, 10)], wanted)
+    assert subject._windows[5] not in (kept, again)
+    assert subject._windows[5].window.history[:6].tolist() == [3, 4, 3, 8, 9, 10]
+
+
+def test_a_place_that_no_row_has_draws_for_nobody() -> None:
+    """What its last job counted in may be another's by now."""
+    subject = draws()
+    subject.prepare([row(4, 2, 3), row(5, 2, 3)], {5: Drawing(PENALIZED, [1, 2, 3])})
+    assert window_of(subject, 1)
+    assert subject.prepare([row(4, 3, 3)], {})
+    assert window_of(subject, 1) == 0
+    assert subject._windows == {}
+
+
+class FakeSteps:
+    """Draws the row's own job, after logits that are its tokens. They last until the next step."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+        self._memory = torch.empty(MOST, 1)
+
+    def run(self, rows: Sequence[Row], _draws: Mapping[int, Drawing]) -> tuple[torch.Tensor, list[int]]:
+        self.asked.append([row.job for row in rows])
+        tokens = torch.tensor([[float(token)] for row in rows for token in row.tokens])
+        self._memory.fill_(torch.nan)[: len(tokens)] = tokens
+        return self._memory[: len(tokens)], [row.job for row in rows]
+
+
+@pytest.mark.parametrize(("count", "parts"), [(3, [3]), (MOST, [MOST]), (MOST + 5, [MOST, 5])])
+def test_more_rows_than_a_step_has_are_several_steps(count: int, parts: list[int]) -> None:
+    model = byte_model()
+    executor = Executor(model, model.new_cache(PAGE), VOCABULARY)
+    steps = executor._steps = FakeSteps()  # type: ignore[assignment]
+    plan = StepPlan((), (), (), (), tuple(row(job, 0, job + 100) for job in range(count)))
+    computed = executor.run(plan, {job: Drawing(PLAIN, []) for job in range(1, count)})
+    assert [len(jobs) for jobs in steps.asked] == parts
+    assert computed.drawn == {job: job for job in range(1, count)}
+    assert [computed.logits(place).tolist() for place in (count - 1, 0)] == [[[count + 99]], [[100]]]
+
+
+def test_rows_of_several_tokens_are_steps_of_their_own() -> None:
+    model = byte_model()
+    executor = Executor(model, model.new_cache(PAGE), VOCABULARY)
+    steps = executor._steps = FakeSteps()  # type: ignore[assignment]
+    longest = row(9, 0, *range(MOST + 1))
+    rows = (row(5, 0, 1, 2, 3), row(6, 0, 4), row(7, 0, 5, 6), longest, row(8, 0, 7))
+    computed = executor.run(StepPlan((), (), (), (), rows), {7: Drawing(PLAIN, []), 9: Drawing(PLAIN, [])})
+    assert steps.asked == [[6, 8], [5], [7]]
+    assert computed.drawn == {7: 7}
+    assert [computed.logits(place).ravel().tolist() for place in (0, 1, 2, 4)] == [[1, 2, 3], [4], [5, 6], [7]]
+    assert computed.logits(3).shape == (MOST + 1, model.config.vocab_size)
+
+
+def test_rows_with_embeddings_in_them_are_no_graphs() -> None:
+    """A graph begins with ids of tokens."""
+    model, picture = byte_model(), InputEmbeddings.of(torch.ones(1, 64))
+    executor = Executor(model, model.new_cache(PAGE), VOCABULARY)
+    steps = executor._steps = FakeSteps()  # type: ignore[assignment]
+    executor.embed((picture,))
+    rows = (row(5, 0, 1), row(6, 0, 2, *picture.ids), row(7, 0, 3))
+    computed = executor.run(StepPlan((), (), (), (), rows), {job: Drawing(PLAIN, []) for job in (6, 7)})
+    assert steps.asked == [[5, 7]]
+    assert computed.drawn == {7: 7}
+    with_rows = replace(model, embedded=(picture,))
+    expected = with_rows.forward(with_rows.inputs([2, *picture.ids]), model.new_cache(PAGE))
+    torch.testing.assert_close(torch.from_numpy(computed.logits(1)), expected)

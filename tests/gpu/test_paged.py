@@ -1,0 +1,203 @@
+"""The dynamic generator on the GPU: against sequences alone, and against the same steps whose tokens the host draws."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from exl2chat.engine.cache import PAGE
+from exl2chat.engine.device_draws import Drawing
+from exl2chat.engine.executor import Executor
+from exl2chat.engine.generators.choosing import Chooser
+from exl2chat.engine.generators.dynamic import DynamicGenerator
+from exl2chat.engine.generators.jobs import Failed, Job, Streamed
+from exl2chat.engine.scheduler import Limits, Row, StepPlan
+from exl2chat.engine.transformer import Transformer
+from exl2chat.model.checkpoint import open_checkpoint
+from exl2chat.model.tokenizer import open_tokenizer
+from exl2chat.progress import silent
+from exl2chat.settings import Sampling
+
+CUDA = torch.device("cuda")
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+MODELS = ("llama-6.0bpw-exl2", "gemma2-4.0bpw-exl2", "mistral-4.0bpw-exl2", "llama-gptq4-g128-asym")
+POOL = 128  # pages
+SETTINGS = (
+    Sampling(temperature=0),
+    Sampling(seed=1),
+    Sampling(temperature=1.5, top_k=50, top_p=0.95, seed=2),
+    Sampling(temperature=1.0, top_p=1.0, min_p=0.02, seed=2**63 - 1),
+    Sampling(repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, penalty_range=20, seed=3),
+    Sampling(temperature=1.2, mirostat_tau=3.0, seed=5),
+)
+
+
+def load(name: str, bits: int = 16) -> Transformer:
+    model = Transformer.load(open_checkpoint(GOLDEN / name), CUDA, torch.float16, silent, bits)
+    model.warm_up(model.new_cache(512), silent)  # so that kernels are compiled side by side
+    return model
+
+
+def text(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(4, 200, length).tolist()
+
+
+def decoding(rows: Sequence[Row]) -> StepPlan:
+    return StepPlan((), (), (), (), tuple(rows))
+
+
+class Texts:
+    """Texts of many lengths in pages that lie in no order, all but the last `left` tokens of each computed."""
+
+    def __init__(self, model: Transformer, count: int, left: int = 1) -> None:
+        self.tokens = [text(length, length) for length in [300, 5, 270, 600, 33, 257, *range(40, 300, 7)][:count]]
+        order = iter(np.random.default_rng(1).permutation(POOL).tolist())
+        pages = [tuple(next(order) for _ in range(len(tokens) // PAGE + 1)) for tokens in self.tokens]
+        self.cache = model.new_cache(POOL * PAGE)
+        self.cache.storage.view(torch.uint8).fill_(255)  # as numbers, none
+        self.executor = Executor(model, self.cache, 200)
+        self.executor.warm_up()
+        self.rows = []
+        for job, (tokens, own) in enumerate(zip(self.tokens, pages, strict=True)):
+            start = max(0, len(tokens) - left)
+            if start:
+                self.executor.run(StepPlan((), (), (), (Row(job, 0, 0, tuple(tokens[:start]), own),), ()), {})
+            self.rows.append(Row(job, 0, start, tuple(tokens[start:]), own))
+
+    def logits(self, jobs: Sequence[int]) -> list[np.ndarray]:
+        computed = self.executor.run(decoding([self.rows[job] for job in jobs]), {})
+        return [computed.logits(place)[-1] for place in range(len(jobs))]
+
+
+def alone(model: Transformer, tokens: list[int]) -> np.ndarray:
+    return model.forward(torch.tensor(tokens, device=CUDA), model.new_cache(1024), last_only=True)[0].numpy(force=True)
+
+
+@pytest.mark.parametrize(("name", "bits"), [*((name, 16) for name in MODELS), (MODELS[0], 8), (MODELS[2], 4)])
+def test_sequences_in_scattered_pages_compute_what_they_would_alone(name: str, bits: int) -> None:
+    model = load(name, bits)
+    texts = Texts(model, 20)
+    for count in (1, 3, 8, 20):
+        for _ in range(2):  # as it is, and as a graph
+            for job, logits in enumerate(texts.logits(range(count))):
+                expected = alone(model, texts.tokens[job])
+                np.testing.assert_allclose(logits, expected, atol=0.03 * float(np.abs(expected).max()))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("least", "most"), [(1, 8), (9, 16), (17, 44)])
+def test_so_many_rows_are_the_same_bits_in_any_company(name: str, least: int, most: int) -> None:
+    texts = Texts(load(name), most)
+    whole = texts.logits(range(most))
+    for first in range(0, most - least, 5):
+        some = [*range(first, first + least)][::-1]
+        for job, logits in zip(some, texts.logits(some), strict=True):
+            assert np.array_equal(logits, whole[job])
+
+
+@pytest.mark.parametrize(("name", "bits"), [*((name, 16) for name in MODELS), (MODELS[0], 8), (MODELS[2], 4)])
+@pytest.mark.parametrize("left", [2, 20, 33, 64])
+def test_the_last_tokens_of_a_text_are_one_step(name: str, bits: int, left: int) -> None:
+    """Of some texts they go over the end of a page."""
+    model = load(name, bits)
+    texts = Texts(model, 6, left)
+    for _ in range(2):
+        for job, logits in zip((3, 1, 0, 5, 2, 4), texts.logits([3, 1, 0, 5, 2, 4]), strict=True):
+            expected = alone(model, texts.tokens[job])
+            np.testing.assert_allclose(logits, expected, atol=0.03 * float(np.abs(expected).max()))
+
+
+@pytest.mark.parametrize("left", [1, 20])
+def test_what_fills_a_step_up_is_written_nowhere(left: int) -> None:
+    texts = Texts(load(MODELS[0]), 5, left)
+    before = texts.cache.storage.clone()
+    texts.logits(range(5))
+    texts.logits(range(5))
+    changed = texts.cache.storage.view(torch.int16) != before.view(torch.int16)
+    places = changed.any(-1).any(2).any(1).any(0).nonzero().tolist()
+    new = [(row, place) for row in texts.rows for place in range(row.start, row.start + len(row.tokens))]
+    assert sorted(places) == sorted([row.pages[place // PAGE], place % PAGE] for row, place in new)
+
+
+def test_a_row_draws_alone_what_it_draws_beside_others() -> None:
+    texts = Texts(load(MODELS[0]), 8)
+    draws = {job: Drawing(Sampling(temperature=1.5, seed=job), texts.tokens[job]) for job in range(0, 8, 2)}
+    together = texts.executor.run(decoding(texts.rows), draws).drawn
+    assert together == {job: texts.executor.run(decoding([texts.rows[job]]), draws).drawn[job] for job in draws}
+
+
+# The generator
+
+
+def generator(name: str, pages: int = 80, limits: Limits | None = None) -> DynamicGenerator:
+    model = load(name)
+    tokenizer = open_tokenizer(open_checkpoint(GOLDEN / name).folder)
+    subject = DynamicGenerator(model, model.new_cache(pages * PAGE), tokenizer, limits)
+    subject.warm_up()
+    return subject
+
+
+def jobs(count: int) -> list[Job]:
+    """With settings that the GPU knows and others, texts that may not be written, and replies of no end before."""
+    made = []
+    for n in range(count):
+        sampling = SETTINGS[n % len(SETTINGS)]
+        made.append(Job((tuple(text(20 + 37 * n % 400, n)),), 24 + n % 5, sampling))
+        if n % 4 == 1:
+            made[-1] = replace(made[-1], banned=("e", "a"))
+    return made
+
+
+def replies(subject: DynamicGenerator, wanted: Sequence[Job]) -> list[list[int]]:
+    serials = [subject.enqueue(job) for job in wanted]
+    found: dict[int, list[int]] = {serial: [] for serial in serials}
+    while subject.remaining:
+        for result in subject.iterate():
+            assert not isinstance(result, Failed)
+            if isinstance(result, Streamed):
+                found[result.serial] += [token.id for token in result.tokens]
+    return [found[serial] for serial in serials]
+
+
+def by_host(subject: DynamicGenerator, wanted: Sequence[Job]) -> list[list[int]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Chooser, "on_device", False)
+        return replies(subject, wanted)
+
+
+@pytest.mark.parametrize("name", MODELS[:2])
+@pytest.mark.parametrize(("count", "pages"), [(5, 80), (40, 80), (8, 6)])
+def test_replies_are_those_of_the_host_drawing(name: str, count: int, pages: int) -> None:
+    """Few pages: jobs lose theirs and begin again."""
+    limits = Limits(batch=64, queue=100, chunk=200)
+    assert replies(generator(name, pages, limits), jobs(count)) == by_host(generator(name, pages, limits), jobs(count))
+
+
+def test_a_next_turn_is_that_of_the_host_drawing() -> None:
+    first = jobs(3)[2]
+    turns = []
+    for reply_to in (replies, by_host):
+        subject = generator(MODELS[0])
+        [reply] = reply_to(subject, [first])
+        turn = replace(first, prompts=((*first.prompts[0], *reply, *text(9, 7)),))
+        turns.append(reply_to(subject, [turn]))
+    assert turns[0] == turns[1]
+
+
+def test_logits_that_are_not_numbers_fail_the_jobs_alone() -> None:
+    subject = generator(MODELS[0])
+    expected = replies(subject, jobs(3)[:2])
+    scale = subject._model.weights.layers[0].attention_norm.scale
+    kept = scale.clone()
+    serials = [subject.enqueue(job) for job in jobs(2)]
+    subject.iterate()
+    scale.fill_(torch.nan)
+    failed = [result for _ in range(3) for result in subject.iterate() if isinstance(result, Failed)]
+    assert sorted(result.serial for result in failed) == serials
+    assert all("not numbers" in str(result.error) for result in failed)
+    scale.copy_(kept)
+    subject.reset()
+    assert replies(subject, jobs(3)[:2]) == expected
