@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from exl2chat.exllamav2 import (
     ExLlamaV2,
@@ -114,6 +115,30 @@ def test_replies_with_a_form_run_beside_those_without(
     for text in texts[1::2]:
         assert isinstance(json.loads(text)["n"], int)
     assert not any(text.startswith("{") for text in texts[::2])
+
+
+class Pinned(Record):
+    """A filter as Formatron's: it would mask logits, if there was a GPU."""
+
+    def can_mask_logits(self) -> bool:
+        return True
+
+    def prepare_logit_mask(self) -> bool:
+        return True
+
+    def mask_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(f"no memory can be pinned for {logits.shape}")
+
+
+def test_filters_may_stand_in_settings(make: Make, model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer) -> None:
+    settings = GREEDY.clone()
+    settings.filters = [Pinned(tokenizer)]
+    base = ExLlamaV2BaseGenerator(model, ExLlamaV2Cache(model, max_seq_len=256), tokenizer)
+    text = make().generate(
+        PROMPTS[0], 60, gen_settings=settings, stop_conditions=[tokenizer.eos_token_id], completion_only=True
+    )
+    assert text == base.generate_simple(PROMPTS[0], settings, 60, completion_only=True)
+    assert isinstance(json.loads(text)["n"], int)
 
 
 def test_a_lora_is_set_between_two_replies(make: Make, model: ExLlamaV2, tmp_path: Path) -> None:
