@@ -35,6 +35,8 @@ class KVCache:
         self.bits = bits
         self.length = 0
         self.position = torch.zeros(1, dtype=torch.int32, device=device)
+        self.pages: torch.Tensor | None = None
+        self.last: torch.Tensor | None = None
         self._rope = config.rope
         self._placed: tuple[int, ...] = ()
         self.cos, self.sin = make_table(config.rope, torch.arange(context), device)

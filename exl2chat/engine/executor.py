@@ -15,7 +15,7 @@ from exl2chat.engine.cache import KVCache
 from exl2chat.engine.device_draws import Drawing
 from exl2chat.engine.embeddings import FIRST_ID, InputEmbeddings
 from exl2chat.engine.paged_cache import PagedCache
-from exl2chat.engine.paged_steps import MOST, PagedSteps
+from exl2chat.engine.paged_steps import LENGTHS, MOST, PagedSteps
 from exl2chat.engine.pages import PageCopy
 from exl2chat.engine.scheduler import Row, StepPlan
 from exl2chat.engine.transformer import Transformer
@@ -44,7 +44,7 @@ class Executor:
 
     A row's logits are those that it would have alone, up to the rounding of matrix products: these may add up in
     another order when they multiply more rows, so that a tie of two tokens to the last bits may fall the other way. On
-    a GPU with our kernels they do not as long as up to 8 rows of a token run, nor while 17 to 64 do.
+    a GPU with our kernels they do not as long as there are 1 to 8 rows of a token, or 9 to 16, or 17 to 64.
     """
 
     def __init__(self, model: Transformer, cache: KVCache, vocabulary: int) -> None:
@@ -62,12 +62,12 @@ class Executor:
     @property
     def last(self) -> int:
         """How many tokens of a sequence it is best given in one row of `plan.decode`, at most."""
-        return 1 if self._steps is None else self._model.ops.recorded_rows
+        return 1 if self._steps is None else LENGTHS[-1]
 
     def warm_up(self) -> None:
         """On a GPU: compile the kernels of decoding steps. ModelError where one does not compile."""
         if self._steps is not None:
-            self._steps.warm_up(self.last)
+            self._steps.warm_up()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, draws: Mapping[int, Drawing]) -> Computed:
@@ -92,20 +92,15 @@ class Executor:
         """Page copies outside of a step."""
         self._paged.copy(copies)
 
-    def _run(self, rows: Sequence[Row], last_only: bool) -> Tensor:
-        inputs = self._model.inputs([token for row in rows for token in row.tokens])
-        ops = _PagedOps(self._model.ops, partial(self._paged.attends, self._model.ops, rows))
-        return replace(self._model, ops=ops).step(inputs, self._paged.cache, last_only)
-
     def _decode(self, steps: PagedSteps, rows: Sequence[Row], draws: Mapping[int, Drawing]) -> Computed:
-        """Rows of one token together, and each row of several by itself; what has embeddings in it is no graph."""
-        logits = {
-            place: self._run([row], last_only=False) for place, row in enumerate(rows) if max(row.tokens) >= FIRST_ID
-        }
-        single = [place for place, row in enumerate(rows) if len(row.tokens) == 1 and place not in logits]
+        """Rows of one token together, and each row of several by itself. Those with too many drafts behind their last
+        tokens, or with embeddings in them, are not recorded."""
+        others = {n for n, row in enumerate(rows) if len(row.tokens) > MOST or max(row.tokens) >= FIRST_ID}
+        single = [n for n, row in enumerate(rows) if len(row.tokens) == 1 and n not in others]
         groups = [single[first : first + MOST] for first in range(0, len(single), MOST)]
-        groups += [[place] for place, row in enumerate(rows) if len(row.tokens) > 1 and place not in logits]
+        groups += [[n] for n, row in enumerate(rows) if len(row.tokens) > 1 and n not in others]
         drawn: dict[int, int] = {}
+        logits = {n: self._run([rows[n]], last_only=False) for n in others}
         for places in groups:
             some = [rows[place] for place in places]
             computed, tokens = steps.run(some, draws)
@@ -114,10 +109,18 @@ class Executor:
             drawn |= {row.job: token for row, token in zip(some, tokens, strict=True) if row.job in draws}
         return Computed(drawn, [logits[place] for place in range(len(rows))])
 
+    def _run(self, rows: Sequence[Row], last_only: bool) -> Tensor:
+        inputs = self._model.inputs([token for row in rows for token in row.tokens])
+        ops = _PagedOps(self._model.ops, partial(self._paged.attends, self._model.ops, rows))
+        return replace(self._model, ops=ops).step(inputs, self._paged.cache, last_only)
 
-def _step(model: Transformer, paged: PagedCache, tokens: Tensor, firsts: Tensor, tables: Tensor) -> Tensor:
-    store = paged.store(firsts, tables)
-    ops = _PagedOps(model.ops, partial(model.ops.attends, store, len(tokens) // len(firsts)))
+
+def _step(
+    model: Transformer, paged: PagedCache, tokens: Tensor, firsts: Tensor, lasts: Tensor, tables: Tensor
+) -> Tensor:
+    each = len(tokens) // len(firsts)
+    store = paged.store(firsts, tables, last=lasts if each > 1 else None)
+    ops = _PagedOps(model.ops, partial(model.ops.attends, store, each))
     return replace(model, ops=ops).step(tokens, paged.cache, last_only=False)
 
 

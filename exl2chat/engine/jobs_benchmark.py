@@ -18,7 +18,7 @@ from exl2chat.settings import Sampling
 PROMPT = 128
 WARM_UP, STEPS = 8, 40
 LONGEST = PAGE - PROMPT  # tokens of a reply: each job has one page
-CONVERSATION, TURN, ROUNDS = 4096, 16, 5
+CONVERSATION, TURN, ROUNDS = 4096, 24, 5
 ROOM = CONVERSATION + PAGE  # tokens of a cache for a conversation and its next turn
 
 
@@ -60,9 +60,9 @@ def measure_turns(
     first = f"first token of {CONVERSATION} tokens"
     products, step = (ceiling * 1e6 for ceiling in ceilings)
     return [
-        KernelRow(first, 1, median(cold[1:]) * 1e6, products, "torch.mm and torch's attention"),
+        KernelRow(first, CONVERSATION, median(cold[1:]) * 1e6, products, "torch.mm and torch's attention"),
         KernelRow(
-            f"first token of its next turn, {TURN} tokens", 1, median(cached[1:]) * 1e6, step,
+            f"first token of its next turn, {TURN} tokens", TURN, median(cached[1:]) * 1e6, step,
             "a read of the weights and the cache", first,
         ),
     ]  # fmt: skip

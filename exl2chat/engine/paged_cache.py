@@ -37,10 +37,10 @@ class PagedCache:
             end = -(-copy.tokens // TOKENS) * TOKENS  # whole tiles, in which a quantised cache mixes tokens' bytes
             storage[:, :, :, copy.target, :end] = storage[:, :, :, copy.source, :end]
 
-    def store(self, position: Tensor, pages: Tensor, length: int = 0) -> "PagedStore":
+    def store(self, position: Tensor, pages: Tensor, last: Tensor | None = None, length: int = 0) -> "PagedStore":
         """The pages of sequences, as ops know a cache: see there."""
         cache = self.cache
-        return PagedStore(cache.storage, cache.bits, cache.cos, cache.sin, position, pages, length)
+        return PagedStore(cache.storage, cache.bits, cache.cos, cache.sin, position, pages, last, length)
 
     def attends(self, ops: Ops, rows: Sequence[Row], heads: Heads, windows: Sequence[int | None]) -> Sequence[Attend]:
         """Each layer's attention in a step that runs the tokens of all `rows`, one row after another."""
@@ -71,7 +71,7 @@ class PagedCache:
         for row in rows:
             position = torch.tensor([row.start], dtype=torch.int32, device=device)
             pages = torch.tensor([row.pages], dtype=torch.int32, device=device)
-            alone.append(ops.attends(self.store(position, pages, row.start), len(row.tokens), heads, windows))
+            alone.append(ops.attends(self.store(position, pages, length=row.start), len(row.tokens), heads, windows))
         counts = [len(row.tokens) for row in rows]
         return alone[0] if len(rows) == 1 else [_OneByOne(layer, counts) for layer in zip(*alone, strict=True)]
 
@@ -85,7 +85,8 @@ class PagedStore:
     cos: Tensor
     sin: Tensor
     position: Tensor
-    pages: Tensor
+    pages: Tensor | None
+    last: Tensor | None
     length: int
 
 

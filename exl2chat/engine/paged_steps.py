@@ -20,9 +20,11 @@ from exl2chat.progress import silent
 # Sequences of a graph. Up to 16 gemv.cu multiplies (up to 8 to the same bits), then gemm.cu, in tiles of 32 and of 64.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 MOST = BUCKETS[-1]
+LENGTHS = (1, 32, 64)  # tokens of a sequence; of several there is one sequence
 
-# The logits of tokens int64 [B * T] of B sequences, which begin at positions int32 [B], in pages int32 [B, most].
-Step = Callable[[Tensor, Tensor, Tensor], Tensor]
+# The logits of tokens int64 [B * T] of B sequences, whose first and last ones stand at positions int32 [B] each, in
+# pages int32 [B, most].
+Step = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Mirrored:
@@ -50,12 +52,13 @@ class StepInputs:
         self.firsts, self.lasts = self._numbers.device[1:3].view(torch.int32)[:, :MOST].unbind(0)
 
     def place(self, rows: Sequence[Row]) -> NDArray[np.int64]:
-        """Send up to MOST tokens, as many of each row. The positions of the rows' last ones."""
-        count, each = len(rows), len(rows[0].tokens)
-        firsts = np.array([row.start for row in rows])
-        self._numbers.host[0, : count * each] = [token for row in rows for token in row.tokens]
+        """Send up to MOST tokens, one after another. The positions of the rows' last ones."""
+        count = len(rows)
+        tokens = [token for row in rows for token in row.tokens]
+        lasts = np.array([row.start + len(row.tokens) - 1 for row in rows])
+        self._numbers.host[0, : len(tokens)] = tokens
         numbers = self._numbers.host[1:3].view(np.int32)
-        numbers[0, :count], numbers[1, :count] = firsts, firsts + each - 1
+        numbers[0, :count], numbers[1, :count] = [row.start for row in rows], lasts
         self._numbers.send()
         changed = [place for place, row in enumerate(rows) if self._placed[place] != row.pages]
         for place in changed:
@@ -63,7 +66,7 @@ class StepInputs:
             self._tables.host[place, : len(pages)] = pages
         if changed:
             self._tables.send()
-        return firsts + each - 1
+        return lasts
 
 
 class PagedSteps:
@@ -81,10 +84,12 @@ class PagedSteps:
         self._graphs: dict[tuple[int, int], Recorded] = {}
 
     def run(self, rows: Sequence[Row], draws: Mapping[int, Drawing]) -> tuple[Tensor, list[int]]:
-        """As many tokens of each row, up to MOST in all: their logits [tokens, V], until the next step; and what was
-        drawn after each row's last one, which means something for jobs in `draws`: -1 where logits are not numbers."""
-        count, each = len(rows), len(rows[0].tokens)
+        """Rows of one token, up to MOST, or one row of as many: their logits [tokens, V], until the next step; and what
+        was drawn after each row's last token, which means something for jobs in `draws`: -1 where logits are not
+        numbers."""
+        count, tokens = len(rows), sum(len(row.tokens) for row in rows)
         bucket = next(size for size in BUCKETS if size >= count)
+        each = next(size for size in LENGTHS if size * count >= tokens)
         lasts = self._inputs.place([*rows, *[rows[-1]] * (bucket - count)])  # the same row again writes the same
         if self._draws.prepare(rows, draws):
             self._sampler.set_rows(self._draws.table)
@@ -92,13 +97,12 @@ class PagedSteps:
         self._drawn.record(0)
         self._drawn.wait(0)
         drawn: list[int] = self._drawn.tokens[np.arange(count), (lasts[:count] + 1) % RESULTS].tolist()
-        return logits[: count * each], drawn
+        return logits[:tokens], drawn
 
     @torch.inference_mode()
-    def warm_up(self, most: int) -> None:
-        """Compile every kernel that these steps need, of up to `most` tokens of one sequence. ModelError where one does
-        not compile."""
-        sizes = [*((size, 1) for size in BUCKETS), *((1, each) for each in range(2, 1 + most))]
+    def warm_up(self) -> None:
+        """Compile every kernel that these steps need. ModelError where one does not compile."""
+        sizes = [*((size, 1) for size in BUCKETS), *((1, each) for each in LENGTHS)]
         compile_for(lambda: [self._work(*size) for size in sizes], silent)
 
     def _graph(self, sequences: int, each: int) -> Recorded:
@@ -111,6 +115,7 @@ class PagedSteps:
 
 
 def _decode(step: Step, sampler: TokenSampler, inputs: StepInputs, sequences: int, each: int) -> Tensor:
-    logits = step(inputs.tokens[: sequences * each], inputs.firsts[:sequences], inputs.tables[:sequences])
-    sampler.queue(logits[each - 1 :: each])
+    firsts, lasts = inputs.firsts[:sequences], inputs.lasts[:sequences]
+    logits = step(inputs.tokens[: sequences * each], firsts, lasts, inputs.tables[:sequences])
+    sampler.queue(logits if each == 1 else logits.index_select(0, lasts - firsts))
     return logits

@@ -110,7 +110,8 @@ class Scheduler:
     """Jobs over one page table. `waiting` and `running` are serials, in order of arrival."""
 
     def __init__(self, pages: PageTable, limits: Limits, last: int = 1) -> None:
-        """`last` tokens of a prompt, which is at least 1, may be left to the step that draws the first of its reply."""
+        """Up to `last` tokens of a prompt, at least 1, are left to the step that draws the first of its reply, unless
+        several jobs have prompts to be read: these are then read at once."""
         self._pages, self._limits, self._last = pages, limits, last
         self._waiting: list[_Job] = []
         self._running: list[_Job] = []
@@ -165,11 +166,13 @@ class Scheduler:
             raise RuntimeError("the last step is not committed")
         step = _Step(self._limits.chunk)
         self._admit(step)
+        reading = sum(not job.ready(1) for job in self._running)
+        last = self._last if reading == 1 else 1
         for job in list(self._running):
             if job not in self._running:
                 continue  # preempted by an older one
             self._attach(job, step)
-            if not job.ready(self._last):
+            if not job.ready(last):
                 self._prefill(job, step)
             elif self._grow(job, step):
                 self._decode(job, step)

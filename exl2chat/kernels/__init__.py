@@ -85,7 +85,7 @@ class Kernel:
         config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared
-        config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
+        config.hStream = driver.CUstream(torch._C._cuda_getCurrentRawStream(self.device))
         if compiled.overlaps:
             config.attrs, config.numAttrs = [_overlap()], 1
         status = driver.cuLaunchKernelEx(config, driver.CUfunction(compiled.handle), ctypes.addressof(addresses), 0)[0]

@@ -6,7 +6,12 @@
 //
 // layout    q        [T, H, D] float16; as the keys are turned where TURNED is 1, and out is then turned back
 //           cache    [2, G, S, D] float16, or [2, G, S / 16] tiles (cache.cuh) of CACHE_BITS = 4, 6 or 8 bits; keys
-//                    before values, the pages of a sequence follow one another
+//                    before values
+//           pages    with PAGED = 1: where in S each page of 256 tokens is, [ceil((start + T) / 256)] int32; else the
+//                    pages follow one another, and there is no first and no last
+//           first    [1] int32: `start`, on the device, so that a graph can repeat the launch; 0: by value
+//           last     [1] int32: the last token that there is; those behind it in the chunk count as zeros, and so do
+//                    their results. 0: start + T - 1
 //           out      [T, H, D] float16
 //           partial  [parts, T * H, D] float32, stats [parts, T * H] float2 (maximum, sum): work space of several parts
 // launch    prefill_attention: grid (G * parts, ceil(T * H / G / QUERIES)), QUERIES = 16 MTILES WARPS; WARPS * 32
@@ -37,6 +42,7 @@ constexpr int CHUNKS = HEAD_DIM / 8;                         // of 16 bytes in a
 constexpr bool QUANTISED = CACHE_BITS < 16;
 typedef Tile<CACHE_BITS, HEAD_DIM> Packed;
 constexpr int ROW = QUANTISED ? Packed::BYTES / 16 : 2 * HEAD_DIM;  // bytes of a token in the cache
+constexpr int PAGE = 256;
 constexpr float LOG2E = 1.44269504f;
 constexpr float NOTHING = -1.f / 0.f;  // the score of a token that a query must not look at
 
@@ -46,14 +52,16 @@ struct Problem {
     __half* out;
     float* partial;
     float2* stats;
+    const int *pages, *first, *last;
     long long room;
     int start, rows, heads, groups, parts, window;
     float scale, cap;
 };
 
-// What a block does: `count` queries of a group, from `first` on, over the tiles [begin, end).
+// What a block does: `count` queries of a group, from `first` on, over the tiles [begin, end). The chunk begins at the
+// token `start`, and there are `total` tokens.
 struct Task {
-    int share, group, part, first, count, begin, end;
+    int share, group, part, first, count, begin, end, start, total;
 };
 
 __device__ __forceinline__ Task find_task(const Problem& p) {
@@ -63,7 +71,9 @@ __device__ __forceinline__ Task find_task(const Problem& p) {
     t.part = blockIdx.x / p.groups;
     t.first = (gridDim.y - 1 - blockIdx.y) * QUERIES;
     t.count = min(QUERIES, p.rows * t.share - t.first);
-    const int oldest = p.start + t.first / t.share, newest = p.start + (t.first + t.count - 1) / t.share;
+    t.start = PAGED && p.first ? *p.first : p.start;
+    t.total = PAGED && p.last ? *p.last + 1 : t.start + p.rows;
+    const int oldest = t.start + t.first / t.share, newest = t.start + (t.first + t.count - 1) / t.share;
     const int begin = p.window > 0 ? max(0, oldest + 1 - p.window) / KEYS : 0, end = newest / KEYS + 1;
     const int each = (end - begin + p.parts - 1) / p.parts;
     t.begin = begin + t.part * each;
@@ -87,11 +97,16 @@ __device__ __forceinline__ void fetch_queries(__half* to, const Problem& p, cons
     }
 }
 
-// KEYS tokens as they are in the cache: rows of float16, zeros where there is no token, or tiles, of which some may lie
-// behind the last token.
-__device__ __forceinline__ void fetch_tile(void* to, const u8* from, int token, int end) {
+// Where KEYS tokens are in the cache.
+__device__ __forceinline__ int find_tile(const Problem& p, const Task& t, int token) {
+    return PAGED ? p.pages[min(token, t.total - 1) / PAGE] * PAGE + token % PAGE : token;
+}
+
+// KEYS tokens as they are in the cache, where they are `at`: rows of float16, zeros where there is no token, or tiles, of
+// which some may lie behind the last token.
+__device__ __forceinline__ void fetch_tile(void* to, const u8* from, int at, int token, int end) {
     constexpr int each = QUANTISED ? KEYS * ROW / 16 : KEYS * CHUNKS;
-    from += (size_t)token * ROW;
+    from += (size_t)at * ROW;
 #pragma unroll
     for (int i = 0; i < (each + THREADS - 1) / THREADS; i++) {
         const int chunk = i * THREADS + threadIdx.x, row = chunk / CHUNKS, column = chunk % CHUNKS * 8;
@@ -245,7 +260,7 @@ struct Sight {
 };
 
 __device__ __forceinline__ int token_of(const Problem& p, const Task& t, int query) {
-    return p.start + (t.first + min(query, t.count - 1)) / t.share;
+    return t.start + (t.first + min(query, t.count - 1)) / t.share;
 }
 
 // The weights of the queries from `first` on for a tile of keys.
@@ -266,7 +281,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, ENOUGH) prefill_attention(
     release_successor();
     const Task t = find_task(p);
     const int lane = threadIdx.x & 31, mine = (threadIdx.x >> 5) * MTILES * 16, group = WGMMA ? mine / GROUP * GROUP : mine;
-    const int total = p.start + p.rows;
     const Sight sight = {token_of(p, t, group), group < t.count ? token_of(p, t, group + GROUP - 1) : -1,
                          p.window > 0 ? p.window : 1 << 30};
     const u8 *from_keys = p.cache + t.group * p.room * ROW, *from_values = from_keys + p.groups * p.room * ROW;
@@ -285,16 +299,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, ENOUGH) prefill_attention(
     auto fetch = [&](int token) {
         if (token >= t.end * KEYS) return;
         __half* to = rows + stage * 2 * KEYS * PITCH;
-        fetch_tile(QUANTISED ? (void*)packed : to, from_keys, token, total);
-        fetch_tile(QUANTISED ? (void*)(packed + KEYS * ROW) : to + KEYS * PITCH, from_values, token, total);
+        const int at = find_tile(p, t, token);
+        fetch_tile(QUANTISED ? (void*)packed : to, from_keys, at, token, t.total);
+        fetch_tile(QUANTISED ? (void*)(packed + KEYS * ROW) : to + KEYS * PITCH, from_values, at, token, t.total);
     };
     fetch(t.begin * KEYS);
     for (int token = t.begin * KEYS; token < t.end * KEYS; token += KEYS) {
         const __half *keys = rows + stage * 2 * KEYS * PITCH, *values = keys + KEYS * PITCH;
         await_copies();
         if (QUANTISED) {
-            expand(rows, packed, token, total);
-            expand(rows + KEYS * PITCH, packed + KEYS * ROW, token, total);
+            expand(rows, packed, token, t.total);
+            expand(rows + KEYS * PITCH, packed + KEYS * ROW, token, t.total);
             publish();
         } else {
             stage ^= 1;

@@ -8,16 +8,20 @@
 //           turning  see rope.cuh
 //           position [1] int32: where the first of the tokens goes
 //           q        [T, H, D] float16, rotated as the keys are where the cache is quantised
-//           cache    CACHE_BITS = 16: [2, G, S, D] float16, keys before values, the pages of a sequence after one
-//                    another; 4, 6, 8: [2, G, S / 16] tiles (cache.cuh). `stride`: bytes from group to group
+//           cache    CACHE_BITS = 16: [2, G, S, D] float16, keys before values; 4, 6, 8: [2, G, S / 16] tiles
+//                    (cache.cuh). `stride`: bytes from group to group
+//           pages    [ceil((position + T) / 256)] int32: where in S each page of 256 tokens is; 0: one after another
+//           last     [1] int32: the position of the last token of the text; keys and values behind it are not written,
+//                    and have no page. 0: they are all of the text
 // launch    grid (ceil((H + 2 G) / WARPS), T), WARPS * 32 threads, a warp a head; D = HEAD_DIM and CACHE_BITS, macros
-// limits    R even, R <= D; position + T <= S, and <= positions
+// limits    R even, R <= D; position + T <= positions
 // numerics  float32, results rounded once, to float16 or to codes
 // reference attends of exl2chat/ops/reference.py; tests/gpu/test_attention.py
 
 #include "cache.cuh"
 #include "rope.cuh"
 
+constexpr int PAGE = 256;
 constexpr int WARPS = 8;  // blocks of one warp took 120 us for 2048 tokens of 32 / 8 heads of 128
 
 // Where a warp's head goes: q, or a token of the cache, whose heads follow the queries in qkv.
@@ -25,6 +29,12 @@ struct Target {
     __half* q;
     u8* cache;
     long long stride;
+    const int *pages, *last;
+
+    __device__ __forceinline__ bool has(int place) const { return !last || place <= *last; }
+    __device__ __forceinline__ int find(int place) const {
+        return pages ? pages[place / PAGE] * PAGE + place % PAGE : place;
+    }
 };
 
 __device__ __forceinline__ void store(const float (&x)[(HEAD_DIM + 31) / 32], const Target& to, int head, int heads,
@@ -62,14 +72,14 @@ __device__ __forceinline__ void rope_cache(const T* qkv, int parts, const Turnin
     add_rest(h, qkv, parts, stride);
     turn_head(h, turning, v[warp]);
     if (CACHE_BITS < 16) rotate<HEAD_DIM>(h.x);
-    store(h.x, to, head, heads, row, place);
+    if (head < heads || to.has(place)) store(h.x, to, head, heads, row, head < heads ? 0 : to.find(place));
 }
 
 #define ROPE_CACHE(name, T)                                                                                \
     extern "C" __global__ void __launch_bounds__(WARPS * 32)                                               \
     name(const T* qkv, int parts, const __grid_constant__ Turning turning, const int* position, __half* q, \
-         u8* cache, long long stride, int heads, int groups) {                                             \
-        rope_cache(qkv, parts, turning, position, Target{q, cache, stride}, heads, groups);                \
+         u8* cache, long long stride, const int* pages, const int* last, int heads, int groups) {          \
+        rope_cache(qkv, parts, turning, position, Target{q, cache, stride, pages, last}, heads, groups);   \
     }
 ROPE_CACHE(rope_cache_half, __half)
 ROPE_CACHE(rope_cache_float, float)

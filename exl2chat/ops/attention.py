@@ -35,6 +35,8 @@ class Store(Protocol):
     cos: Tensor
     sin: Tensor
     position: Tensor
+    pages: Tensor | None
+    last: Tensor | None
     length: int
 
 

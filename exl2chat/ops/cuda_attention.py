@@ -12,7 +12,7 @@ from torch import Tensor
 from exl2chat.kernels import Argument, load
 from exl2chat.ops.attention import PLAIN_BITS, Heads, Store
 from exl2chat.ops.cache_format import TOKENS, CacheFormat
-from exl2chat.ops.cuda_prefill import prefill_attention
+from exl2chat.ops.cuda_prefill import Pages, prefill_attention
 from exl2chat.ops.packed import Norm, Weight
 from exl2chat.ops.partial import count_parts, suffix
 
@@ -128,8 +128,8 @@ class CudaAttention:
         kernel = load("rope_cache.cu", f"rope_cache_{suffix(qkv)}", self._device, **defines)
         kernel.launch(
             (-(-(heads.queries + 2 * heads.groups) // ROPE_WARPS), count), 32 * ROPE_WARPS, 0,
-            qkv, count_parts(qkv), _turning(head_norm, store), store.position, q, layer, _stride(layer), heads.queries,
-            heads.groups,
+            qkv, count_parts(qkv), _turning(head_norm, store), store.position, q, layer, _stride(layer),
+            _or_none(store.pages), _or_none(store.last), heads.queries, heads.groups,
         )  # fmt: skip
         return q
 
@@ -175,8 +175,17 @@ class CudaAttend:
     def __call__(self, qkv: Tensor, head_norm: Norm | None, into: Weight) -> Tensor:
         if not self.prompt:
             return self.ops.attention(qkv, head_norm, self.store, self.layer, self.heads, self.window, into)
-        q = self.ops.rope_cache(qkv, head_norm, self.store, self.layer, self.heads)
-        return prefill_attention(q, self.layer, self.store.length, self.heads, self.window, self.store.bits)
+        store = self.store
+        q = self.ops.rope_cache(qkv, head_norm, store, self.layer, self.heads)
+        pages = None
+        if store.pages is not None:
+            pages = Pages(store.pages[0], None if store.last is None else store.position, store.last)
+        return prefill_attention(q, self.layer, store.length, self.heads, self.window, store.bits, pages)
+
+
+def _or_none(tensor: Tensor | None) -> Argument:
+    """A pointer, which may be null."""
+    return np.array(0, np.uint64) if tensor is None else tensor
 
 
 def _stride(layer: Tensor) -> NDArray[np.int64]:

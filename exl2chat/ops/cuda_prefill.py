@@ -15,6 +15,7 @@ from torch import Tensor
 from exl2chat.kernels import load
 from exl2chat.ops.attention import Heads
 
+PAGE = 256  # tokens
 TILE = 16  # tokens of a quantised cache that lie together
 MOST_KEYS = 64  # tokens that a kernel takes at a time, at most: it begins at a multiple of what it takes
 LEAST_PART = 256  # tokens: with fewer, adding parts up takes longer than they save
@@ -25,7 +26,7 @@ EXPANDED_FOR, EXPANDED_BYTES = 256, 1 << 28
 
 # The struct Problem of prefill_attention.cu
 PROBLEM = np.dtype(
-    [(name, np.uint64) for name in ("q", "cache", "out", "partial", "stats")]
+    [(name, np.uint64) for name in ("q", "cache", "out", "partial", "stats", "pages", "first", "last")]
     + [("room", np.int64)]
     + [(name, np.int32) for name in ("start", "rows", "heads", "groups", "parts", "window")]
     + [("scale", np.float32), ("cap", np.float32)]
@@ -46,11 +47,11 @@ class Shape:
         """(token, head) pairs of a block."""
         return 16 * self.tiles * self.warps
 
-    def defines(self, size: int, bits: int, turned: bool) -> dict[str, int]:
-        """The macros for heads of `size` and a cache of `bits` per value."""
+    def defines(self, size: int, bits: int, turned: bool, paged: bool) -> dict[str, int]:
+        """The macros for heads of `size` and a cache of `bits` per value, with a table of its pages or none."""
         return {
             "HEAD_DIM": size, "CACHE_BITS": bits, "TURNED": int(turned), "WARPS": self.warps, "MTILES": self.tiles,
-            "KEYS": self.keys, "WGMMA": int(self.wgmma),
+            "KEYS": self.keys, "WGMMA": int(self.wgmma), "PAGED": int(paged),
         }  # fmt: skip
 
     def shared(self, size: int, row_bytes: int | None) -> int:
@@ -73,31 +74,55 @@ WGMMA_SHAPE, WGMMA_DIMS = Shape(8, 1, 64, wgmma=True), (64, 128, 256)
 @dataclass(frozen=True, slots=True)
 class Cached:
     """Keys and values of one layer's tokens from `first` on: rows [2, G, S, ...] float16, or of 4, 6 or 8 `bits` as
-    bytes (ops/cache_format.py); `turned` as a quantised cache has them."""
+    bytes (ops/cache_format.py); `turned` as a quantised cache has them. Their pages where they are not in order."""
 
     rows: Tensor
     first: int
     bits: int
     turned: bool
+    pages: "Pages | None" = None
 
     @property
     def row_bytes(self) -> int:
         return self.rows.shape[-1] * self.rows.itemsize
 
 
-def prefill_attention(q: Tensor, layer: Tensor, start: int, heads: Heads, window: int | None, bits: int = 16) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Where in a cache each page of a text is, int32 [most], on the device; entries behind the last token do not count.
+
+    To be repeated by a graph, a step has first and last, int32 [1]: the position of its first token, and of its last;
+    tokens of the step behind that are read as zeros, and what comes of them is finite.
+    """
+
+    table: Tensor
+    first: Tensor | None = None
+    last: Tensor | None = None
+
+
+def prefill_attention(
+    q: Tensor, layer: Tensor, start: int, heads: Heads, window: int | None, bits: int = 16, pages: Pages | None = None
+) -> Tensor:
     """Attention of q float16 [T, H, D], of tokens from `start` on, over a layer's cache, which holds these too: float16
     [T, H * D]. Each looks at the tokens up to its own, within the window.
 
     layer: float16 [2, G, S, D], or of `bits` 4, 6 or 8 as uint8 [2, G, S, bytes of a token], and q turned as the keys.
     """
     total = start + len(q)
-    cached = Cached(layer, 0, bits, bits < 16)
-    if bits < 16 and len(q) * (heads.queries // heads.groups) >= EXPANDED_FOR:
+    repeated = pages is not None and pages.first is not None
+    if bits < 16 and len(q) * (heads.queries // heads.groups) >= EXPANDED_FOR and not repeated:
+        if pages is not None:
+            layer, pages = in_order(layer, pages.table, total), None
         first = 0 if window is None else max(0, start + 1 - window) // MOST_KEYS * MOST_KEYS
         if 4 * heads.groups * heads.size * (total - first) <= EXPANDED_BYTES:
-            cached = expand(cached, first, total, heads.size)
-    return attend(q, cached, start, heads, window)
+            return attend(q, expand(Cached(layer, 0, bits, True), first, total, heads.size), start, heads, window)
+    return attend(q, Cached(layer, 0, bits, bits < 16, pages), start, heads, window)
+
+
+def in_order(layer: Tensor, table: Tensor, total: int) -> Tensor:
+    """A copy of the pages of a text of `total` tokens, one after another: [2, G, S, ...] as the layer's."""
+    pages = table[: -(-total // PAGE)]
+    return layer.unflatten(2, (-1, PAGE)).index_select(2, pages).flatten(2, 3)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def expand(cached: Cached, first: int, end: int, size: int) -> Cached:
@@ -119,14 +144,16 @@ def attend(q: Tensor, cached: Cached, start: int, heads: Heads, window: int | No
     row_bytes = None if cached.bits == 16 else cached.row_bytes
     shape = choose_shape(size, row_bytes, device)
     tiles = -(-rows * (heads.queries // heads.groups) // shape.queries)
-    span = start + rows if window is None else min(start + rows, window + rows)
+    pages = cached.pages
+    seen = start + rows if pages is None or pages.first is None else len(pages.table) * PAGE
+    span = seen if window is None else min(seen, window + rows)
     parts = count_parts(tiles * heads.groups, span, torch.cuda.get_device_properties(device).multi_processor_count)
     out = torch.empty(rows, heads.queries * size, dtype=torch.float16, device=device)
     work = torch.empty(parts if parts > 1 else 0, rows * heads.queries, size + 2, device=device)
     problem = _problem(q, cached, start, heads, window)
     problem["out"], problem["partial"], problem["parts"] = out.data_ptr(), work.data_ptr(), parts
     problem["stats"] = work.data_ptr() + 4 * size * len(work) * rows * heads.queries
-    defines = shape.defines(size, cached.bits, cached.turned)
+    defines = shape.defines(size, cached.bits, cached.turned, pages is not None)
     kernel = load("prefill_attention.cu", "prefill_attention", device, **defines)
     kernel.launch((heads.groups * parts, tiles), shape.warps * 32, shape.shared(size, row_bytes), problem)
     if parts > 1:
@@ -154,6 +181,9 @@ def _problem(q: Tensor, cached: Cached, start: int, heads: Heads, window: int | 
     problem = np.zeros((), PROBLEM)
     problem["q"], problem["room"] = q.data_ptr(), cached.rows.shape[2]
     problem["cache"] = cached.rows.data_ptr() - cached.first * cached.row_bytes
+    if cached.pages is not None:
+        for name, tensor in (("pages", cached.pages.table), ("first", cached.pages.first), ("last", cached.pages.last)):
+            problem[name] = 0 if tensor is None else tensor.data_ptr()
     problem["start"], problem["rows"], problem["window"] = start, len(q), window or 0
     problem["heads"], problem["groups"] = heads.queries, heads.groups
     problem["scale"], problem["cap"] = heads.scale, heads.cap or 0

@@ -28,10 +28,10 @@ def row(job: int, start: int, *tokens: int, pages: tuple[int, ...] = (0,)) -> Ro
 
 def test_a_step_is_sent_its_rows() -> None:
     inputs = StepInputs(3, CPU)
-    lasts = inputs.place([row(7, 260, 1, 2, pages=(4, 9)), row(8, 3, 5, 6, pages=(2,))])
-    assert lasts.tolist() == [261, 4]
-    assert inputs.tokens[:4].tolist() == [1, 2, 5, 6]
-    assert (inputs.firsts[:2].tolist(), inputs.lasts[:2].tolist()) == ([260, 3], [261, 4])
+    lasts = inputs.place([row(7, 260, 1, 2, pages=(4, 9)), row(8, 3, 5, pages=(2,))])
+    assert lasts.tolist() == [261, 3]
+    assert inputs.tokens[:3].tolist() == [1, 2, 5]
+    assert (inputs.firsts[:2].tolist(), inputs.lasts[:2].tolist()) == ([260, 3], [261, 3])
     assert inputs.tables[:2].tolist() == [[4, 9, 0], [2, 0, 0]]
     assert (inputs.firsts.dtype, inputs.lasts.dtype, inputs.tables.dtype) == (torch.int32,) * 3
 
@@ -133,11 +133,13 @@ def test_rows_of_several_tokens_are_steps_of_their_own() -> None:
     model = byte_model()
     executor = Executor(model, model.new_cache(PAGE), VOCABULARY)
     steps = executor._steps = FakeSteps()  # type: ignore[assignment]
-    rows = (row(5, 0, 1, 2, 3), row(6, 0, 4), row(7, 0, 5, 6), row(8, 0, 7))
-    computed = executor.run(StepPlan((), (), (), (), rows), {7: Drawing(PLAIN, [])})
+    longest = row(9, 0, *range(MOST + 1))
+    rows = (row(5, 0, 1, 2, 3), row(6, 0, 4), row(7, 0, 5, 6), longest, row(8, 0, 7))
+    computed = executor.run(StepPlan((), (), (), (), rows), {7: Drawing(PLAIN, []), 9: Drawing(PLAIN, [])})
     assert steps.asked == [[6, 8], [5], [7]]
     assert computed.drawn == {7: 7}
-    assert [computed.logits(place).ravel().tolist() for place in range(4)] == [[1, 2, 3], [4], [5, 6], [7]]
+    assert [computed.logits(place).ravel().tolist() for place in (0, 1, 2, 4)] == [[1, 2, 3], [4], [5, 6], [7]]
+    assert computed.logits(3).shape == (MOST + 1, model.config.vocab_size)
 
 
 def test_rows_with_embeddings_in_them_are_no_graphs() -> None:

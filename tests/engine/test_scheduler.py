@@ -270,3 +270,30 @@ def test_the_queue_has_an_end() -> None:
     jobs.enqueue([[1]], 1)
     with pytest.raises(ChatError, match="1 jobs are waiting"):
         jobs.enqueue([[1]], 1)
+
+
+# The end of a prompt
+
+
+def test_the_last_tokens_of_one_prompt_are_left_to_the_step_that_draws() -> None:
+    subject = Scheduler(PageTable(9, SIZE), Limits(batch=4, queue=9, chunk=100), last=3)
+    subject.enqueue([[1, 2, 3, 4, 5]], 5)
+    plan = subject.plan()
+    assert ([row.tokens for row in plan.prefill], plan.decode) == ([(1, 2, 3, 4)], ())
+    subject.commit(plan, {})
+    subject.commit(subject.plan(), {0: [6]})
+    subject.enqueue([[1, 2, 3, 4, 9, 9]], 5)
+    plan = subject.plan()
+    assert not plan.prefill
+    assert [(row.job, row.start, row.tokens) for row in plan.decode] == [(0, 5, (6,)), (1, 4, (9, 9))]
+    subject.commit(plan, {0: [7], 1: [8]})
+    assert [(row.start, row.tokens) for row in subject.plan().decode] == [(6, (7,)), (6, (8,))]
+
+
+def test_several_prompts_are_read_at_once() -> None:
+    subject = Scheduler(PageTable(9, SIZE), Limits(batch=4, queue=9, chunk=100), last=3)
+    for _ in range(2):
+        subject.enqueue([[1, 2, 3]], 5)
+    plan = subject.plan()
+    assert [row.tokens for row in plan.prefill] == [(1, 2)] * 2
+    assert not plan.decode

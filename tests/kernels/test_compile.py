@@ -24,6 +24,7 @@ ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
 FAST = "--Ofast-compile=max"
 SHARED = 227 << 10  # bytes that a block may have on sm_90
 HEAD_DIMS = (64, 80, 96, 128, 256)
+VARIANTS = ((16, False, False), (6, True, False), (16, True, False), (16, False, True), (6, True, True))
 Job = tuple[str, dict[str, int]]
 
 
@@ -51,8 +52,8 @@ def prompt_jobs(hopper: bool) -> Iterator[Job]:
     for size in HEAD_DIMS:
         shapes = cuda_prefill.SHAPES[min(largest for largest in cuda_prefill.SHAPES if largest >= size)]
         shape = cuda_prefill.WGMMA_SHAPE if hopper and size in cuda_prefill.WGMMA_DIMS else shapes[-1]
-        for bits, turned in ((16, False), (6, True), (16, True)) if size == 128 else ((16, False),):
-            yield "prefill_attention.cu", shape.defines(size, bits, turned)
+        for bits, turned, paged in VARIANTS if size == 128 else VARIANTS[:1]:
+            yield "prefill_attention.cu", shape.defines(size, bits, turned, paged)
     for bits in (4, 6, 8):
         yield "expand_cache.cu", {"HEAD_DIM": 128, "CACHE_BITS": bits}
 

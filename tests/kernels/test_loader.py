@@ -128,7 +128,7 @@ def test_a_launch_that_fails_names_the_kernel_and_tells_a_lack_of_memory(
     monkeypatch: pytest.MonkeyPatch, status: driver.CUresult, fault: type[Exception]
 ) -> None:
     monkeypatch.setattr(driver, "cuLaunchKernelEx", lambda *_: (status,))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: 0, raising=False)
     monkeypatch.setattr(kernels.Kernel, "compile", lambda _: SimpleNamespace(handle=0, overlaps=False))
     with pytest.raises(fault, match=rf"silu_half.*{status.name}"):
         kernels.load("gate.cu", "silu_half", CUDA).launch((1, 1), 32, 0)
