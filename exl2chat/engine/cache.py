@@ -34,6 +34,7 @@ class KVCache:
         self.bits = bits
         self.length = 0
         self.position = torch.zeros(1, dtype=torch.int32, device=device)
+        self.pages: torch.Tensor | None = None
         self.cos, self.sin = make_table(config.rope, context, device)
         self.storage = torch.empty(
             storage_shape(config, context, bits), dtype=storage_dtype(device, dtype, bits), device=device

@@ -33,13 +33,11 @@ __device__ __forceinline__ void mask(float (&s)[4], const Problem& p, const Part
 }
 
 // Every query's scores into weights, as right operands; its sums so far scaled to the new maximum.
-__device__ __forceinline__ void weigh(Running& r, float (&s)[TILES][4], u32 (&weights)[TILES][2]) {
+__device__ __forceinline__ void weigh(Running& r, float (&s)[4], u32 (&weights)[2]) {
     float keep[2];
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-        float most = NOTHING;
-#pragma unroll
-        for (int n = 0; n < TILES; n++) most = fmaxf(most, fmaxf(s[n][e], s[n][2 + e]));
+        float most = fmaxf(s[e], s[2 + e]);
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
         most = fmaxf(most, r.most[e]);
@@ -47,12 +45,10 @@ __device__ __forceinline__ void weigh(Running& r, float (&s)[TILES][4], u32 (&we
         r.most[e] = most;
         r.sum[e] *= keep[e];
 #pragma unroll
-        for (int n = 0; n < TILES; n++)
-#pragma unroll
-            for (int i = e; i < 4; i += 2) {
-                s[n][i] = s[n][i] > NOTHING ? __expf(s[n][i] - most) : 0;
-                r.sum[e] += s[n][i];
-            }
+        for (int i = e; i < 4; i += 2) {
+            s[i] = s[i] > NOTHING ? __expf(s[i] - most) : 0;
+            r.sum[e] += s[i];
+        }
     }
     if (__any_sync(~0u, keep[0] != 1 || keep[1] != 1))
 #pragma unroll
@@ -60,54 +56,43 @@ __device__ __forceinline__ void weigh(Running& r, float (&s)[TILES][4], u32 (&we
 #pragma unroll
             for (int i = 0; i < 4; i++) r.acc[m][i] *= keep[i & 1];
 #pragma unroll
-    for (int n = 0; n < TILES; n++)
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-            asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;"
-                         : "=r"(weights[n][i]) : "r"(pair(s[n][2 * i], s[n][2 * i + 1])));
+    for (int i = 0; i < 2; i++)
+        asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;"
+                     : "=r"(weights[i]) : "r"(pair(s[2 * i], s[2 * i + 1])));
 }
 
 // The products of a tile's keys with all queries. Even and odd steps are summed apart, so that products wait less for
 // each other.
-__device__ __forceinline__ void score(float (&s)[QTILES][TILES][4], const __half* queries, const u8* keys) {
-    float odd[QTILES][TILES][4] = {};
+__device__ __forceinline__ void score(float (&s)[QTILES][4], const __half* queries, const u8* keys) {
+    float odd[QTILES][4] = {};
 #pragma unroll
     for (int span = 0; span < Cache::SPANS; span++) {
-        u32 b[QTILES][4];
+        u32 a[2][4];
+        Cache::keys(a, keys, span);
 #pragma unroll
-        for (int q = 0; q < QTILES; q++) Cache::queries(b[q], queries + q * 8 * Cache::PITCH, span);
-#pragma unroll
-        for (int n = 0; n < TILES; n++) {
-            u32 a[2][4];
-            Cache::keys(a, keys + n * Cache::HALF, span);
-#pragma unroll
-            for (int q = 0; q < QTILES; q++) {
-                multiply(s[q][n], a[0], b[q][0], b[q][1]);
-                if (2 * span + 1 < MTILES) multiply(odd[q][n], a[1], b[q][2], b[q][3]);
-            }
+        for (int q = 0; q < QTILES; q++) {
+            u32 b[4];
+            Cache::queries(b, queries + q * 8 * Cache::PITCH, span);
+            multiply(s[q], a[0], b[0], b[1]);
+            if (2 * span + 1 < MTILES) multiply(odd[q], a[1], b[2], b[3]);
         }
     }
 #pragma unroll
     for (int q = 0; q < QTILES; q++)
 #pragma unroll
-        for (int n = 0; n < TILES; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) s[q][n][i] += odd[q][n][i];
+        for (int i = 0; i < 4; i++) s[q][i] += odd[q][i];
 }
 
-__device__ __forceinline__ void absorb(Running (&r)[QTILES], const u32 (&weights)[QTILES][TILES][2], const u8* values,
+__device__ __forceinline__ void absorb(Running (&r)[QTILES], const u32 (&weights)[QTILES][2], const u8* values,
                                        int valid) {
 #pragma unroll
-    for (int span = 0; span < Cache::SPANS; span++)
+    for (int span = 0; span < Cache::SPANS; span++) {
+        u32 a[2][4];
+        Cache::values(a, values, span, valid);
 #pragma unroll
-        for (int n = 0; n < TILES; n++) {
-            u32 a[2][4];
-            Cache::values(a, values + n * Cache::HALF, span, valid - 16 * n);
+        for (int q = 0; q < QTILES; q++)
 #pragma unroll
-            for (int q = 0; q < QTILES; q++)
-#pragma unroll
-                for (int m = 0; m < 2; m++)
-                    if (2 * span + m < MTILES)
-                        multiply(r[q].acc[2 * span + m], a[m], weights[q][n][0], weights[q][n][1]);
-        }
+            for (int m = 0; m < 2; m++)
+                if (2 * span + m < MTILES) multiply(r[q].acc[2 * span + m], a[m], weights[q][0], weights[q][1]);
+    }
 }

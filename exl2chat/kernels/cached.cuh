@@ -7,13 +7,15 @@
 //   HALF               bytes of 16 tokens' keys (or values) in shared memory
 //   PADDED             values of a head as the products see them
 //   PITCH              of a query in shared memory, in numbers: 8 queries' rows lie in different banks
-//   fetch              asks for 16 tokens; of float16 those from `end` on become 0, of codes they are undefined
-//   prefetch           brings them into the L2 cache
+//   fetch              asks for the 16 tokens at `place` of the cache, of which `old` are there: of float16 the others
+//                      become 0, of codes they are undefined
 //   token              which of the 16 tokens row `row` of a product is
 //   dimension          which value the lane's sums [m][i] are (of queries 2 (lane % 4) + i % 2)
 //   keys, values       32 values (one span) of all tokens as two left operands; of values those beyond `end` are 0
 //   queries            32 values of 8 queries as two right operands
-//   keep, patch        new tokens, which are not in global memory yet: into `fresh`, and from there among the fetched
+//   keep               a new token's keys (kind 0) or values (1), row `row` of `rows`, into `fresh`, and where `head` is
+//                      given into the cache at token `at`
+//   patch              new tokens, which are not in global memory yet, from `fresh` among those that were fetched
 
 #pragma once
 #include "cache.cuh"
@@ -34,9 +36,6 @@ __device__ __forceinline__ void await_groups() {
     __syncwarp();
 }
 
-// A line of 128 bytes from memory to the L2 cache.
-__device__ __forceinline__ void ahead(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
-
 template <int BITS, int SIZE>
 struct Cached;
 
@@ -48,19 +47,14 @@ struct Cached<16, SIZE> {
 
     static __device__ __forceinline__ int fresh_bytes(int rows) { return 2 * rows * PITCH * 2; }
 
-    static __device__ __forceinline__ void fetch(u8* stage, const u8* head, int token, int end) {
+    static __device__ __forceinline__ void fetch(u8* stage, const u8* head, int place, int old) {
         const int lane = threadIdx.x & 31;
+        const u8* from = head + (size_t)place * SIZE * 2;
 #pragma unroll
         for (int i = 0; i < 16 * CHUNKS / 32; i++) {
             const int chunk = i * 32 + lane, row = chunk / CHUNKS, column = chunk % CHUNKS * 16;
-            const bool valid = token + row < end;
-            const size_t from = valid ? (size_t)(token + row) * SIZE * 2 + column : 0;
-            copy16(stage + row * PITCH * 2 + column, head + from, valid);
+            copy16(stage + row * PITCH * 2 + column, from + (row < old ? chunk * 16 : 0), row < old);
         }
-    }
-    static __device__ __forceinline__ void prefetch(const u8* head, int token, int end) {
-        const u8* line = head + (size_t)token * SIZE * 2 + (threadIdx.x & 31) * 128;
-        if (token < end && (SIZE * 32 >= 4096 || (threadIdx.x & 31) * 128 < SIZE * 32)) ahead(line);
     }
     static __device__ __forceinline__ int token(int row) { return row; }
     static __device__ __forceinline__ int dimension(int m, int i) {
@@ -83,16 +77,15 @@ struct Cached<16, SIZE> {
         transposed(a[0], at);
         if (2 * span + 1 < SIZE / 16) transposed(a[1], at + 16);
     }
-    // Row `row` of the new tokens, of `kind` keys (0) or values (1); and into the cache where `head` is given.
     static __device__ __forceinline__ void keep(const float (&x)[(SIZE + 31) / 32], u8* fresh, u8* head, int kind,
-                                                int row, int rows, int, int place) {
+                                                int row, int rows, int, int at) {
         __half* to = (__half*)fresh + (kind * rows + row) * PITCH;
 #pragma unroll
         for (int j = 0; j < (SIZE + 31) / 32; j++) {
             const int i = (threadIdx.x & 31) + 32 * j;
             if (i >= SIZE) continue;
             to[i] = __float2half_rn(x[j]);
-            if (head) ((__half*)head)[(size_t)place * SIZE + i] = to[i];
+            if (head) ((__half*)head)[(size_t)at * SIZE + i] = to[i];
         }
     }
     static __device__ __forceinline__ void patch(u8* stage, const u8* fresh, int kind, int token, int position,
@@ -114,18 +107,14 @@ struct Cached {
 
     static __device__ __forceinline__ int fresh_bytes(int) { return 4 * T::BYTES; }
 
-    static __device__ __forceinline__ void fetch(u8* stage, const u8* head, int token, int end) {
-        const u8* from = head + (size_t)(token / 16) * T::BYTES;
-        if (token >= end) return;
+    static __device__ __forceinline__ void fetch(u8* stage, const u8* head, int place, int old) {
+        const u8* from = head + (size_t)(place / 16) * T::BYTES;
+        if (old <= 0) return;
 #pragma unroll
         for (int i = 0; i < (T::BYTES + 511) / 512; i++) {
             const int at = i * 512 + (threadIdx.x & 31) * 16;
             if (at < T::BYTES) copy16(stage + at, from + at);
         }
-    }
-    static __device__ __forceinline__ void prefetch(const u8* head, int token, int end) {
-        const int line = (threadIdx.x & 31) * 128;
-        if (token < end && line < T::BYTES) ahead(head + (size_t)(token / 16) * T::BYTES + line);
     }
     // rows 2 t and 2 t + 1 are tokens t and t + 4: what four lanes load of values lies side by side
     static __device__ __forceinline__ int token(int row) { return (row & 8) + (row >> 1 & 3) + 4 * (row & 1); }
@@ -168,13 +157,14 @@ struct Cached {
             for (int i = 0; i < 4; i++) a[m][i] = v[i >> 1][2 * m + (i & 1)];
     }
     // Fresh: tiles [2 kinds][2], the first that of `position`.
-    static __device__ __forceinline__ void keep(const float (&x)[(SIZE + 31) / 32], u8* fresh, u8* head, int kind, int,
-                                                int, int position, int place) {
-        u8* tile = fresh + (2 * kind + place / 16 - position / 16) * T::BYTES;
-        quantize<BITS, SIZE>(x, tile, place % 16);
+    static __device__ __forceinline__ void keep(const float (&x)[(SIZE + 31) / 32], u8* fresh, u8* head, int kind,
+                                                int row, int, int position, int at) {
+        const int token = position + row;
+        u8* tile = fresh + (2 * kind + token / 16 - position / 16) * T::BYTES;
+        quantize<BITS, SIZE>(x, tile, token % 16);
         if (!head) return;
         __syncwarp();
-        copy_token<BITS, SIZE>(head + (size_t)(place / 16) * T::BYTES, tile, place % 16);
+        copy_token<BITS, SIZE>(head + (size_t)(at / 16) * T::BYTES, tile, at % 16);
     }
     static __device__ __forceinline__ void patch(u8* stage, const u8* fresh, int kind, int token, int position,
                                                  int rows) {

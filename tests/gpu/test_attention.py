@@ -37,6 +37,7 @@ class Memory:
     sin: torch.Tensor
     position: torch.Tensor
     length: int
+    pages: torch.Tensor | None = None
 
     def rows(self, size: int, start: int, end: int) -> torch.Tensor:
         """Keys and values [2, G, end - start, D] of tokens as they are kept."""
