@@ -5,28 +5,33 @@
 //     token p + t (p = position) looks at tokens <= p + t, with a window w > 0 only at those > p + t - w;
 //     cap(s) = c * tanh(s / c) with a soft cap c > 0, else s
 //
-// layout    qkv      [parts, T, H + 2 G, D] float16 or float32, parts to be added; turning: see rope.cuh
-//           cache    CACHE_BITS = 16: [2, G, S, D] float16, keys before values, the pages of a sequence after one
-//                    another; 4, 6, 8: [2, G, S / 16] tiles (cache.cuh), read as they are. `stride`: bytes from group
-//                    to group
-//           position [1] int32, how many tokens came before
-//           out      [T, H * D] float16, or fragments by places [H * D] int32 (rows.cuh) where these are not 0
-//           partial  [Z * G, splits, QUERIES, D] float32, stats [Z * G, splits, QUERIES] float2 (maximum, sum): work
+// layout    B sequences of T new tokens each
+//           qkv      [parts, B * T, H + 2 G, D] float16 or float32, parts to be added; turning: see rope.cuh
+//           cache    CACHE_BITS = 16: [2, G, S, D] float16, keys before values; 4, 6, 8: [2, G, S / 16] tiles
+//                    (cache.cuh), read as they are. `stride`: bytes from group to group
+//           position [B] int32, how many tokens came before
+//           pages    [B, most] int32: page i of sequence b is page pages[b, i] of the cache, 256 tokens; only the pages
+//                    of tokens there are, the new ones included, are looked up. 0: B = 1, pages in order
+//           out      [B * T, H * D] float16, or fragments by places [H * D] int32 (rows.cuh) where these are not 0
+//           partial  [B, Z * G, grid, QUERIES, D] float32, stats [B, Z * G, grid, QUERIES] float2 (maximum, sum): work
 //                    space
-//           arrived  [Z * G] int32, zero before the first call; zero again after every call
-// launch    grid (splits, Z * G), Z = ceil(T * H / G / QUERIES), QUERIES = 8 QTILES; WARPS * 32 threads. Block
-//           (s, z * G + g) has QUERIES queries (t, h) of group g, and of the pages of 256 tokens every splits-th; of a
-//           page warp w has every WARPS-th TILE = 16 TILES tokens. The last block of a row of the grid to arrive adds
-//           the parts. One grid serves all lengths. Shared bytes (cached.cuh): QUERIES * PITCH * 2 + fresh_bytes and
-//           WARPS times the larger of RING * TILES * HALF and QUERIES * (D + 4) * 4
+//           arrived  [B * Z * G] int32, zero before the first call; zero again after every call
+// launch    grid (min(splits, pages that a sequence may have), Z * G, B), Z = ceil(T * H / G / QUERIES), QUERIES =
+//           8 QTILES; WARPS * 32 threads. Block (s, z * G + g, b) has QUERIES queries (t, h) of group g, and of the
+//           pages every splits-th; of a page warp w has every WARPS-th 16 tokens. The last block of a row of the grid
+//           to arrive adds the parts. One grid serves all lengths. Shared bytes: those of attend below
 // limits    D = HEAD_DIM, a multiple of 16 up to 256; rows aligned to 16 bytes; splits <= 128; T <= 16; RING >= 2;
-//           WARPS a power of two, WARPS * TILES <= 16. Calls whose results are to be the same agree in WARPS, TILES
-//           and splits
-// numerics  float16 products, float32 sums, softmax in float32, its weights rounded to float16 for their product with
-//           v; warps, then parts, added in fixed order: bit-equal at every call. A token's place among blocks and warps
-//           depends on its position alone, and tokens that a query may not look at change nothing: a query's result
-//           does not depend on how many are asked at once
-// measured  benchmarks/NOTES.md: of the version before this one; see there what is left to be measured
+//           WARPS a power of two up to 16. Calls whose results are to be the same agree in WARPS and splits. Position,
+//           pages and the old part of the cache are read before the predecessor has ended: nothing of them may come from
+//           the kernel just before this one, which itself must not release its successor before it has waited. With
+//           that, all that was queued before that kernel has ended once this one begins. (gemv.cu, norm.cu and gate.cu
+//           wait first, so does this kernel; kernels that never release do by ending)
+// numerics  float16 products, float32 sums; softmax in float32 to the base 2, its weights rounded to float16 for their
+//           product with v. Codes are multiplied as they are, as subnormal numbers: the scale of a key multiplies its
+//           sum, that of a value its weight. Warps, then parts, added in fixed order: bit-equal at every call. A token's
+//           place among blocks and warps depends on its position alone, and tokens that a query may not look at change
+//           nothing: a query's result does not depend on how many are asked at once, of which sequences, nor on pages
+// measured  benchmarks/NOTES.md
 // reference attends of exl2chat/ops/reference.py; tests/gpu/test_attention.py
 // source    FlashAttention-2 (arXiv 2307.08691) and flash-decoding (Dao et al. 2023)
 
@@ -41,8 +46,9 @@ struct Place {
 
 __device__ __forceinline__ Place find_place(const Problem& p, const Part& part, int share, int count, int i) {
     const int query = first_query(p) + i, row = (i - count) >> 1, kind = (i - count) & 1, token = part.position + row;
-    if (i < count) return {query / share, group_of(p) * share + query % share, -1, 0};
-    const int at = has(p, token) ? find_page(p, token / PAGE) * PAGE + token % PAGE : -1;
+    const int of = quotient(query, share);
+    if (i < count) return {of, group_of(p) * share + query - of * share, -1, 0};
+    const int at = has(p, token) ? find_token(pages_of(p), token) : -1;
     return {row, p.heads + group_of(p) + kind * p.groups, kind, at};
 }
 
@@ -71,7 +77,7 @@ __device__ __forceinline__ void keep_query(const float (&x)[(HEAD_DIM + 31) / 32
 #pragma unroll
     for (int j = 0; j < (Cache::PADDED + 31) / 32; j++) {
         const int i = (threadIdx.x & 31) + 32 * j;
-        if (i < Cache::PADDED) to[i] = __float2half_rn(x[j]);
+        if (i < Cache::PADDED) to[i] = __float2half_rn(Cache::query(x[j]));
     }
 }
 
@@ -120,14 +126,14 @@ struct Ring {
     u8* stages;
     const u8 *keys, *values;
     int slot, ahead;
-    int pages, found;  // where 32 pages of this block lie, a lane each, from the block's page `found` on
+    int pages, found;  // the first tokens of 32 pages of this block, a lane each, from the block's page `found` on
 
     // What comes after all that was asked for, into the slot that is free.
     __device__ __forceinline__ void ask(const Problem& p, const Part& part, int to) {
         const int n = ahead / 2, token = token_of(p, part, n), page = n / PER_WARP;
         if (token < part.end) {
             if (page >= found + 32) find_pages(p, part, page);
-            const int place = __shfl_sync(~0u, pages, page & 31) * PAGE + token % PAGE;
+            const int place = __shfl_sync(~0u, pages, page & 31) + token % PAGE;
             Cache::fetch(stages + to * Cache::HALF, ahead % 2 ? values : keys, place, part.position - token);
         }
         commit();
@@ -136,7 +142,7 @@ struct Ring {
     __device__ __forceinline__ void find_pages(const Problem& p, const Part& part, int first) {
         const int page = part.page + (first + (threadIdx.x & 31)) * p.splits;
         found = first;
-        pages = page * PAGE < part.end ? find_page(p, page) : 0;
+        pages = page * PAGE < part.end ? find_token(pages_of(p), page * PAGE) : 0;
     }
     __device__ __forceinline__ void begin(const Problem& p, const Part& part) {
         find_pages(p, part, 0);
@@ -154,15 +160,19 @@ struct Ring {
 
 // All of this warp's tokens into `running`.
 __device__ __forceinline__ void attend_tokens(const Problem& p, const Part& part, Ring& ring, int share,
-                                              const __half* queries, const u8* fresh, Running (&running)[QTILES]) {
+                                              const __half* queries, const u8* fresh, Running (&running)[QTILES],
+                                              Cache::Sums (&sums)[QTILES]) {
     const int column = (threadIdx.x & 3) * 2;
     int own[QTILES][2];
+    Cache::Levels<QTILES> levels;
+    levels.find(queries);
 #pragma unroll
     for (int q = 0; q < QTILES; q++) {
         running[q] = {{NOTHING, NOTHING}};
+        sums[q] = {};
 #pragma unroll
         for (int e = 0; e < 2; e++)
-            own[q][e] = min(part.end - 1, part.position + (first_query(p) + q * 8 + column + e) / share);
+            own[q][e] = min(part.end - 1, part.position + quotient(first_query(p) + q * 8 + column + e, share));
     }
 #pragma unroll 1
     for (int n = 0, token; (token = token_of(p, part, n)) < part.end; n++) {
@@ -171,16 +181,16 @@ __device__ __forceinline__ void attend_tokens(const Problem& p, const Part& part
         u32 weights[QTILES][2];
         await_groups<RING - 1>();
         if (is_new) Cache::patch(ring.now(), fresh, 0, token, part.position, p.rows);
-        score(s, queries, ring.now());
+        Cache::score(s, levels, queries, ring.now());
         ring.turn(p, part);
 #pragma unroll
         for (int q = 0; q < QTILES; q++) {
             mask(s[q], p, part, token, own[q]);
-            weigh(running[q], s[q], weights[q]);
+            weigh(running[q], sums[q], s[q], weights[q]);
         }
         await_groups<RING - 1>();
         if (is_new) Cache::patch(ring.now(), fresh, 1, token, part.position, p.rows);
-        absorb(running, weights, ring.now(), part.end - token);
+        Cache::absorb(sums, weights, ring.now(), part.end - token);
         ring.turn(p, part);
     }
     await_groups<0>();
@@ -192,7 +202,7 @@ __device__ __forceinline__ void attend(const Problem& p) {
     __shared__ float2 stats[WARPS * QUERIES];
     const Part part = find_part(p);
     if (part.page * PAGE >= part.end) return;
-    const int warp = threadIdx.x >> 5, share = p.heads / p.groups;
+    const int warp = threadIdx.x >> 5, share = quotient(p.heads, p.groups);
     const int count = min(QUERIES, p.rows * share - first_query(p));
     u8* stages = (u8*)shared;
     __half* queries = (__half*)(stages + ROOM);
@@ -204,8 +214,9 @@ __device__ __forceinline__ void attend(const Problem& p) {
     turn_heads<T>(p, part, share, count, queries, fresh, heads);
     __syncthreads();
     Running running[QTILES];
-    attend_tokens(p, part, ring, share, queries, fresh, running);
-    gather_warps(running, count, (float*)stages, stats);
+    Cache::Sums sums[QTILES];
+    attend_tokens(p, part, ring, share, queries, fresh, running, sums);
+    gather_warps(running, sums, count, (float*)stages, stats);
     finish(p, part, share, count, (float*)stages, stats);
 }
 

@@ -1,16 +1,17 @@
-// What the warps and blocks of attention.cu found, together. All of it runs once, so that what it costs are its
-// instructions on their way from memory: few, in loops.
+// What the warps and blocks of attention.cu found, together.
 
 #pragma once
 #include "attention_scores.cuh"
 
 // Every warp's sums of `count` queries into shared memory, [WARPS][QUERIES][SUMS], and their (maximum, sum) into
 // `stats`.
-__device__ __forceinline__ void gather_warps(Running (&running)[QTILES], int count, float* sums, float2* stats) {
+__device__ __forceinline__ void gather_warps(Running (&running)[QTILES], Cache::Sums (&found)[QTILES], int count,
+                                             float* sums, float2* stats) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     __syncthreads();  // everybody's tokens are read: their memory becomes `sums`
 #pragma unroll
-    for (int q = 0; q < QTILES; q++)
+    for (int q = 0; q < QTILES; q++) {
+        Cache::complete(found[q]);
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             const int query = q * 8 + (lane & 3) * 2 + e;
@@ -24,47 +25,64 @@ __device__ __forceinline__ void gather_warps(Running (&running)[QTILES], int cou
 #pragma unroll
                 for (int i = e; i < 4; i += 2)
                     if (Cache::dimension(m, i) < HEAD_DIM)
-                        sums[(warp * QUERIES + query) * SUMS + Cache::dimension(m, i)] = r.acc[m][i];
+                        sums[(warp * QUERIES + query) * SUMS + Cache::dimension(m, i)] = found[q].v[m][i];
         }
-    __syncthreads();
-}
-
-// Of every query's `parts`, whose (maximum, sum) are in `stats` [parts][QUERIES]: by what their sums are to be multiplied,
-// in place of the maximum, and the (maximum, sum) of all.
-__device__ __forceinline__ void find_factors(float2* stats, float2* totals, int parts, int count) {
-    const int lane = threadIdx.x & 31;
-#pragma unroll 1
-    for (int query = threadIdx.x >> 5; query < count; query += WARPS) {
-        float most = NOTHING, sum = 0;
-#pragma unroll 1
-        for (int i = lane; i < parts; i += 32) most = fmaxf(most, stats[i * QUERIES + query].x);
-#pragma unroll
-        for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-#pragma unroll 1
-        for (int i = lane; i < parts; i += 32) {
-            float2& one = stats[i * QUERIES + query];
-            one.x = __expf(one.x - most);
-            sum += one.x * one.y;
-        }
-#pragma unroll
-        for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-        if (lane == 0) totals[query] = make_float2(most, sum);
     }
     __syncthreads();
 }
 
-// Four values of a query, of which every part has some.
-struct Item {
-    int query, column;
+// Four values of one query: their weighed sum, and (maximum, sum of weights).
+struct Total {
+    float4 acc;
+    float2 stats;
 };
 
-__device__ __forceinline__ Item find_item(int i) { return {i / (HEAD_DIM / 4), i % (HEAD_DIM / 4) * 4}; }
+__device__ __forceinline__ void add(Total& total, float most, float4 v, float2 stats) {
+    const float weight = exp2_fast(stats.x - most);
+    total.acc = total.acc + make_float4(weight * v.x, weight * v.y, weight * v.z, weight * v.w);
+    total.stats.y += weight * stats.y;
+}
 
-__device__ __forceinline__ void add(float4& total, float factor, float4 v) {
-    total.x += factor * v.x;
-    total.y += factor * v.y;
-    total.z += factor * v.z;
-    total.w += factor * v.w;
+__device__ __forceinline__ Total add_warps(const float* sums, const float2* stats, int query, int column) {
+    float most = NOTHING;
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) most = fmaxf(most, stats[i * QUERIES + query].x);
+    Total total = {make_float4(0, 0, 0, 0), make_float2(most, 0)};
+#pragma unroll
+    for (int i = 0; i < WARPS; i++)
+        add(total, most, *(const float4*)(sums + (i * QUERIES + query) * SUMS + column), stats[i * QUERIES + query]);
+    return total;
+}
+
+// The parts of the active blocks, in the order of blocks; 16 are on their way at once.
+__device__ __forceinline__ Total add_blocks(const Problem& p, const Part& part, const float* sums, const float2* stats,
+                                            int query, int column) {
+    constexpr int batch = 16;
+    const int count = part.first ? gridDim.x : part.active;
+    float4 v[batch];
+    float2 s[batch];
+    auto load = [&](int first) {
+#pragma unroll
+        for (int i = 0; i < batch; i++) {
+            const int from = (first + i) * QUERIES + query;
+            const bool there = first + i < count && is_active(p, part, first + i);
+            v[i] = there ? __ldcg((const float4*)(sums + from * HEAD_DIM + column)) : make_float4(0, 0, 0, 0);
+            s[i] = there ? __ldcg(stats + from) : make_float2(NOTHING, 0);
+        }
+    };
+    load(0);
+    float most = NOTHING;
+#pragma unroll
+    for (int i = 0; i < batch; i++) most = fmaxf(most, s[i].x);
+    for (int i = batch; i < count; i++)
+        if (is_active(p, part, i)) most = fmaxf(most, __ldcg(stats + i * QUERIES + query).x);
+    Total total = {make_float4(0, 0, 0, 0), make_float2(most, 0)};
+    for (int first = 0; first < count; first += batch) {
+        if (first) load(first);
+#pragma unroll
+        for (int i = 0; i < batch; i++) add(total, most, v[i], s[i]);
+    }
+    return total;
 }
 
 // Turn back what the rotated values gave: 4 of a block of 32 (or 16) are here, the others in the next lanes.
@@ -84,12 +102,13 @@ __device__ __forceinline__ float4 turn_back(float4 v) {
     return v;
 }
 
-__device__ __forceinline__ void write(float4 a, float sum, const Problem& p, int share, const Item& item) {
-    const int query = first_query(p) + item.query;
-    const float factor = (CACHE_BITS == 16 ? 1 : HEAD_DIM % 32 ? 0.25f : 0.17677669529663687f) / sum;
-    if (CACHE_BITS < 16) a = turn_back(a);
-    const int4 to = places4(p.places, (group_of(p) * share + query % share) * HEAD_DIM + item.column);
-    put4(p.out, p.places, to, first_row(p) + query / share, gridDim.z * p.rows, p.heads * HEAD_DIM,
+__device__ __forceinline__ void write(const Total& total, const Problem& p, int share, int query, int column) {
+    query += first_query(p);
+    const int row = quotient(query, share);
+    const float factor = (CACHE_BITS == 16 ? 1 : HEAD_DIM % 32 ? 0.25f : 0.17677669529663687f) / total.stats.y;
+    const float4 a = CACHE_BITS == 16 ? total.acc : turn_back(total.acc);
+    const int4 to = places4(p.places, (group_of(p) * share + query - row * share) * HEAD_DIM + column);
+    put4(p.out, p.places, to, first_row(p) + row, gridDim.z * p.rows, p.heads * HEAD_DIM,
          make_float4(a.x * factor, a.y * factor, a.z * factor, a.w * factor));
 }
 
@@ -107,63 +126,28 @@ __device__ __forceinline__ bool is_last(int* arrived, int active) {
     return last;
 }
 
-// What all blocks have left in memory, to `out`. Blocks are added in their order, 16 on their way at once. `stats`:
-// shared memory for all parts.
-__device__ __forceinline__ void finish_blocks(const Problem& p, const Part& part, int share, int count,
-                                              const float* sums, const float2* from, float2* stats, float2* totals) {
-    constexpr int AT_ONCE = 16;
-    const int blocks = gridDim.x;
-    float4 v[AT_ONCE];
-    auto load = [&](const Item& item, int first) {
-        const float4* at = (const float4*)(sums + item.query * HEAD_DIM + item.column);
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++)
-            if (first + i < blocks) v[i] = __ldcg(at + (size_t)(first + i) * (QUERIES * HEAD_DIM / 4));
-    };
-    load(find_item(threadIdx.x), 0);
-    for (int i = threadIdx.x; i < blocks * QUERIES; i += THREADS)
-        stats[i] = is_active(p, part, i / QUERIES) ? __ldcg(from + i) : make_float2(NOTHING, 0);
-    __syncthreads();
-    find_factors(stats, totals, blocks, count);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < count * (HEAD_DIM / 4); i += THREADS) {
-        const Item item = find_item(i);
-        float4 total = make_float4(0, 0, 0, 0);
-#pragma unroll 1
-        for (int first = 0; first < blocks; first += AT_ONCE) {
-            if (first || i != threadIdx.x) load(item, first);
-#pragma unroll
-            for (int k = 0; k < AT_ONCE; k++) {  // nobody has written what inactive blocks have
-                const float factor = first + k < blocks ? stats[(first + k) * QUERIES + item.query].x : 0;
-                if (factor > 0) add(total, factor, v[k]);
-            }
-        }
-        write(total, totals[item.query].y, p, share, item);
-    }
-}
-
 // The parts of all warps, and where there are several blocks of all blocks, to `out`.
-__device__ __forceinline__ void finish(const Problem& p, const Part& part, int share, int count, float* sums,
-                                       float2* stats) {
-    __shared__ float2 totals[QUERIES];
+__device__ __forceinline__ void finish(const Problem& p, const Part& part, int share, int count, const float* sums,
+                                       const float2* stats) {
     const int row = blockIdx.z * gridDim.y + blockIdx.y;
     float* all = p.partial + (size_t)row * gridDim.x * QUERIES * HEAD_DIM;
     float2* all_stats = p.stats + (size_t)row * gridDim.x * QUERIES;
-    find_factors(stats, totals, WARPS, count);
+    count *= HEAD_DIM / 4;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < count * (HEAD_DIM / 4); i += THREADS) {
-        const Item item = find_item(i);
-        float4 total = make_float4(0, 0, 0, 0);
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            const int at = w * QUERIES + item.query;
-            add(total, stats[at].x, *(const float4*)(sums + at * SUMS + item.column));
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+        const int query = i / (HEAD_DIM / 4), column = i % (HEAD_DIM / 4) * 4;
+        const Total total = add_warps(sums, stats, query, column);
+        if (part.active == 1) {
+            write(total, p, share, query, column);
+            continue;
         }
-        if (part.active == 1) write(total, totals[item.query].y, p, share, item);
-        else *(float4*)(all + (blockIdx.x * QUERIES + item.query) * HEAD_DIM + item.column) = total;
+        *(float4*)(all + (blockIdx.x * QUERIES + query) * HEAD_DIM + column) = total.acc;
+        if (column == 0) all_stats[blockIdx.x * QUERIES + query] = total.stats;
     }
-    if (part.active == 1) return;
-    if (threadIdx.x < count) all_stats[blockIdx.x * QUERIES + threadIdx.x] = totals[threadIdx.x];
-    if (is_last(p.arrived + row, part.active))
-        finish_blocks(p, part, share, count, all, all_stats, (float2*)sums, totals);
+    if (part.active == 1 || !is_last(p.arrived + row, part.active)) return;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+        const int query = i / (HEAD_DIM / 4), column = i % (HEAD_DIM / 4) * 4;
+        write(add_blocks(p, part, all, all_stats, query, column), p, share, query, column);
+    }
 }

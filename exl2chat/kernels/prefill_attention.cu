@@ -6,7 +6,8 @@
 //
 // layout    q        [T, H, D] float16; as the keys are turned where TURNED is 1, and out is then turned back
 //           cache    [2, G, S, D] float16, or [2, G, S / 16] tiles (cache.cuh) of CACHE_BITS = 4, 6 or 8 bits; keys
-//                    before values, the pages of a sequence follow one another
+//                    before values
+//           pages    as rope_cache.cu has them, or 0
 //           out      [T, H, D] float16
 //           partial  [parts, T * H, D] float32, stats [parts, T * H] float2 (maximum, sum): work space of several parts
 // launch    prefill_attention: grid (G * parts, ceil(T * H / G / QUERIES)), QUERIES = 16 MTILES WARPS; WARPS * 32
@@ -43,6 +44,7 @@ constexpr float NOTHING = -1.f / 0.f;  // the score of a token that a query must
 struct Problem {
     const __half* q;
     const u8* cache;
+    const int* pages;
     __half* out;
     float* partial;
     float2* stats;
@@ -87,11 +89,11 @@ __device__ __forceinline__ void fetch_queries(__half* to, const Problem& p, cons
     }
 }
 
-// KEYS tokens as they are in the cache: rows of float16, zeros where there is no token, or tiles, of which some may lie
+// KEYS tokens as they are in the cache, from its token `at` on: rows of float16, zeros where there is no token, or tiles, of which some may lie
 // behind the last token.
-__device__ __forceinline__ void fetch_tile(void* to, const u8* from, int token, int end) {
+__device__ __forceinline__ void fetch_tile(void* to, const u8* from, int at, int token, int end) {
     constexpr int each = QUANTISED ? KEYS * ROW / 16 : KEYS * CHUNKS;
-    from += (size_t)token * ROW;
+    from += (size_t)at * ROW;
 #pragma unroll
     for (int i = 0; i < (each + THREADS - 1) / THREADS; i++) {
         const int chunk = i * THREADS + threadIdx.x, row = chunk / CHUNKS, column = chunk % CHUNKS * 8;
@@ -120,12 +122,6 @@ struct Running {
     int own[2];  // the queries' tokens
     float most[2], sum[2];  // the largest score and the sum of weights, to the base 2
 };
-
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 // s = c tanh(s * scale / c) = c - 2 c / (exp(2 s * scale / c) + 1): within 1e-6 c. tanhf takes three times as long.
 __device__ __forceinline__ void soften(Scores& s, float scale, float cap) {
@@ -285,8 +281,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, ENOUGH) prefill_attention(
     auto fetch = [&](int token) {
         if (token >= t.end * KEYS) return;
         __half* to = rows + stage * 2 * KEYS * PITCH;
-        fetch_tile(QUANTISED ? (void*)packed : to, from_keys, token, total);
-        fetch_tile(QUANTISED ? (void*)(packed + KEYS * ROW) : to + KEYS * PITCH, from_values, token, total);
+        const int at = find_token(p.pages, token);
+        fetch_tile(QUANTISED ? (void*)packed : to, from_keys, at, token, total);
+        fetch_tile(QUANTISED ? (void*)(packed + KEYS * ROW) : to + KEYS * PITCH, from_values, at, token, total);
     };
     fetch(t.begin * KEYS);
     for (int token = t.begin * KEYS; token < t.end * KEYS; token += KEYS) {

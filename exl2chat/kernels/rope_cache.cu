@@ -6,10 +6,11 @@
 //
 // layout    qkv      [parts, T, H + 2 G, D] float16 or float32, parts to be added: queries, keys, values
 //           turning  see rope.cuh
-//           position [1] int32: where the first of the tokens goes
+//           position [1] int32: where the first of the tokens goes; pages [most] int32: page i of the sequence is page
+//                    pages[i] of the cache, or 0 where they follow one another
 //           q        [T, H, D] float16, rotated as the keys are where the cache is quantised
-//           cache    CACHE_BITS = 16: [2, G, S, D] float16, keys before values, the pages of a sequence after one
-//                    another; 4, 6, 8: [2, G, S / 16] tiles (cache.cuh). `stride`: bytes from group to group
+//           cache    CACHE_BITS = 16: [2, G, S, D] float16, keys before values; 4, 6, 8: [2, G, S / 16] tiles
+//                    (cache.cuh). `stride`: bytes from group to group
 // launch    grid (ceil((H + 2 G) / WARPS), T), WARPS * 32 threads, a warp a head; D = HEAD_DIM and CACHE_BITS, macros
 // limits    R even, R <= D; position + T <= S, and <= positions
 // numerics  float32, results rounded once, to float16 or to codes
@@ -25,11 +26,13 @@ struct Target {
     __half* q;
     u8* cache;
     long long stride;
+    const int* pages;
 };
 
 __device__ __forceinline__ void store(const float (&x)[(HEAD_DIM + 31) / 32], const Target& to, int head, int heads,
                                       int row, int place) {
     const bool query = head < heads;
+    if (!query) place = find_token(to.pages, place);
     u8* cached = to.cache + (head - heads) * to.stride;
     if constexpr (CACHE_BITS < 16) {
         if (!query) {
@@ -67,9 +70,9 @@ __device__ __forceinline__ void rope_cache(const T* qkv, int parts, const Turnin
 
 #define ROPE_CACHE(name, T)                                                                                \
     extern "C" __global__ void __launch_bounds__(WARPS * 32)                                               \
-    name(const T* qkv, int parts, const __grid_constant__ Turning turning, const int* position, __half* q, \
-         u8* cache, long long stride, int heads, int groups) {                                             \
-        rope_cache(qkv, parts, turning, position, Target{q, cache, stride}, heads, groups);                \
+    name(const T* qkv, int parts, const __grid_constant__ Turning turning, const int* position,            \
+         const int* pages, __half* q, u8* cache, long long stride, int heads, int groups) {                \
+        rope_cache(qkv, parts, turning, position, Target{q, cache, stride, pages}, heads, groups);         \
     }
 ROPE_CACHE(rope_cache_half, __half)
 ROPE_CACHE(rope_cache_float, float)

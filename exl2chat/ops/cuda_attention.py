@@ -12,7 +12,7 @@ from torch import Tensor
 from exl2chat.kernels import Argument, load
 from exl2chat.ops.attention import PLAIN_BITS, Heads, Store
 from exl2chat.ops.cache_format import TOKENS, CacheFormat
-from exl2chat.ops.cuda_prefill import prefill_attention
+from exl2chat.ops.cuda_prefill import address, prefill_attention
 from exl2chat.ops.packed import Norm, Weight
 from exl2chat.ops.partial import count_parts, suffix
 
@@ -86,7 +86,7 @@ def max_tiles(size: int) -> int:
     return 3 if size <= SMALL_DIM else 2
 
 
-def choose_shape(queries: int, size: int, bits: int, shared: int, many: bool) -> Shape:
+def choose_shape(queries: int, size: int, bits: int, shared: int, many: bool = False) -> Shape:
     """The shape for `queries` per group (tokens times heads) within `shared` bytes, for few blocks or for `many`. Warps
     are the same for all: a token's sums must not depend on how many tokens or sequences there are (see attention.cu).
     """
@@ -127,8 +127,8 @@ class CudaAttention:
         kernel = load("rope_cache.cu", f"rope_cache_{suffix(qkv)}", self._device, **defines)
         kernel.launch(
             (-(-(heads.queries + 2 * heads.groups) // ROPE_WARPS), count), 32 * ROPE_WARPS, 0,
-            qkv, count_parts(qkv), _turning(head_norm, store), store.position, q, layer, _stride(layer), heads.queries,
-            heads.groups,
+            qkv, count_parts(qkv), _turning(head_norm, store), store.position, address(store.pages), q, layer,
+            _stride(layer), heads.queries, heads.groups,
         )  # fmt: skip
         return q
 
@@ -159,7 +159,10 @@ class CudaAttention:
         problem["splits"], problem["most"] = splits, 0 if store.pages is None else store.pages.shape[1]
         problem["scale"], problem["cap"] = heads.scale, heads.cap or 0
         kernel = load("attention.cu", f"attention_{suffix(qkv)}", self._device, **shape.defines)
-        kernel.launch((grid, blocks, sequences), shape.warps * 32, shape.dynamic(count), problem)
+        alone = (
+            self._shared // 2 if shape.blocks == 1 else 0
+        )  # with more than half, a block has a multiprocessor to itself
+        kernel.launch((grid, blocks, sequences), shape.warps * 32, max(alone, shape.dynamic(count)), problem)
         return out
 
 
@@ -178,7 +181,8 @@ class CudaAttend:
         if not self.prompt:
             return self.ops.attention(qkv, head_norm, self.store, self.layer, self.heads, self.window, into)
         q = self.ops.rope_cache(qkv, head_norm, self.store, self.layer, self.heads)
-        return prefill_attention(q, self.layer, self.store.length, self.heads, self.window, self.store.bits)
+        store = self.store
+        return prefill_attention(q, self.layer, store.length, self.heads, self.window, store.bits, store.pages)
 
 
 def _stride(layer: Tensor) -> NDArray[np.int64]:

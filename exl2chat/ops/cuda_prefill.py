@@ -25,7 +25,7 @@ EXPANDED_FOR, EXPANDED_BYTES = 256, 1 << 28
 
 # The struct Problem of prefill_attention.cu
 PROBLEM = np.dtype(
-    [(name, np.uint64) for name in ("q", "cache", "out", "partial", "stats")]
+    [(name, np.uint64) for name in ("q", "cache", "pages", "out", "partial", "stats")]
     + [("room", np.int64)]
     + [(name, np.int32) for name in ("start", "rows", "heads", "groups", "parts", "window")]
     + [("scale", np.float32), ("cap", np.float32)]
@@ -73,26 +73,31 @@ WGMMA_SHAPE, WGMMA_DIMS = Shape(8, 1, 64, wgmma=True), (64, 128, 256)
 @dataclass(frozen=True, slots=True)
 class Cached:
     """Keys and values of one layer's tokens from `first` on: rows [2, G, S, ...] float16, or of 4, 6 or 8 `bits` as
-    bytes (ops/cache_format.py); `turned` as a quantised cache has them."""
+    bytes (ops/cache_format.py); `turned` as a quantised cache has them. With `pages` int32 [1, most], page i of the
+    sequence lies at pages[0, i]."""
 
     rows: Tensor
     first: int
     bits: int
     turned: bool
+    pages: Tensor | None
 
     @property
     def row_bytes(self) -> int:
         return self.rows.shape[-1] * self.rows.itemsize
 
 
-def prefill_attention(q: Tensor, layer: Tensor, start: int, heads: Heads, window: int | None, bits: int = 16) -> Tensor:
+def prefill_attention(
+    q: Tensor, layer: Tensor, start: int, heads: Heads, window: int | None, bits: int = 16, pages: Tensor | None = None
+) -> Tensor:
     """Attention of q float16 [T, H, D], of tokens from `start` on, over a layer's cache, which holds these too: float16
     [T, H * D]. Each looks at the tokens up to its own, within the window.
 
-    layer: float16 [2, G, S, D], or of `bits` 4, 6 or 8 as uint8 [2, G, S, bytes of a token], and q turned as the keys.
+    layer: float16 [2, G, S, D], or of `bits` 4, 6 or 8 as uint8 [2, G, S, bytes of a token], and q turned as the keys;
+    `pages` as a Cached has them.
     """
     total = start + len(q)
-    cached = Cached(layer, 0, bits, bits < 16)
+    cached = Cached(layer, 0, bits, bits < 16, pages)
     if bits < 16 and len(q) * (heads.queries // heads.groups) >= EXPANDED_FOR:
         first = 0 if window is None else max(0, start + 1 - window) // MOST_KEYS * MOST_KEYS
         if 4 * heads.groups * heads.size * (total - first) <= EXPANDED_BYTES:
@@ -108,9 +113,9 @@ def expand(cached: Cached, first: int, end: int, size: int) -> Cached:
     kernel = load("expand_cache.cu", "expand_cache", rows.device, HEAD_DIM=size, CACHE_BITS=cached.bits)
     kernel.launch(
         (-(-tiles // EXPANDED_TILES), 2 * groups), 32 * EXPANDED_TILES, 0,
-        cached.rows, rows, np.array(room, np.int64), first // TILE, tiles,
+        cached.rows, address(cached.pages), rows, np.array(room, np.int64), first // TILE, tiles,
     )  # fmt: skip
-    return Cached(rows, first, 16, cached.turned)
+    return Cached(rows, first, 16, cached.turned, None)
 
 
 def attend(q: Tensor, cached: Cached, start: int, heads: Heads, window: int | None) -> Tensor:
@@ -154,7 +159,13 @@ def _problem(q: Tensor, cached: Cached, start: int, heads: Heads, window: int | 
     problem = np.zeros((), PROBLEM)
     problem["q"], problem["room"] = q.data_ptr(), cached.rows.shape[2]
     problem["cache"] = cached.rows.data_ptr() - cached.first * cached.row_bytes
+    problem["pages"] = address(cached.pages)
     problem["start"], problem["rows"], problem["window"] = start, len(q), window or 0
     problem["heads"], problem["groups"] = heads.queries, heads.groups
     problem["scale"], problem["cap"] = heads.scale, heads.cap or 0
     return problem
+
+
+def address(tensor: Tensor | None) -> NDArray[np.uint64]:
+    """That of the tensor's memory as a kernel takes it, 0 of none."""
+    return np.array(0 if tensor is None else tensor.data_ptr(), np.uint64)

@@ -42,8 +42,8 @@ def jobs(hopper: bool) -> Iterator[Job]:
         yield "norm.cu", {"UNITS": units}
     for size, bits in (*product(HEAD_DIMS, (16, 6)), (128, 8), (128, 4)):
         yield "rope_cache.cu", {"HEAD_DIM": size, "CACHE_BITS": bits}
-        queries = 8 * cuda_attention.max_tiles(size)
-        yield "attention.cu", cuda_attention.choose_shape(queries, size, bits, SHARED).defines
+        for tiles in (1, cuda_attention.max_tiles(size)):
+            yield "attention.cu", cuda_attention.choose_shape(8 * tiles, size, bits, SHARED, many=tiles == 1).defines
 
 
 def prompt_jobs(hopper: bool) -> Iterator[Job]:
