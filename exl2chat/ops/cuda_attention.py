@@ -142,7 +142,7 @@ class CudaAttention:
         count = rows // sequences
         splits = min(MAX_SPLITS, max(1, self._processors // heads.groups))
         grid = min(splits, store.storage.shape[3] if store.pages is None else store.pages.shape[1])
-        many = grid * heads.groups * sequences > 2 * self._processors
+        many = grid * heads.groups * sequences > self._processors
         shape = choose_shape(count * share, size, store.bits, self._shared, many)
         blocks = -(-count * share // (8 * shape.tiles)) * heads.groups
         out, places = self._activations(rows, heads.queries * size, into)
