@@ -153,7 +153,7 @@ def jobs(count: int) -> list[Job]:
     for n in range(count):
         sampling = SETTINGS[n % len(SETTINGS)]
         made.append(Job((tuple(text(20 + 37 * n % 400, n)),), 24 + n % 5, sampling))
-        if n % 4 == 1:
+        if n % 4 == 0:
             made[-1] = replace(made[-1], banned=("e", "a"))
     return made
 
