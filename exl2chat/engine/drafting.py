@@ -39,7 +39,9 @@ class SuffixDrafter:
     Needs no training. After 8192 tokens a miss takes 2 us, a match with RECENT long passages 50.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Sequence[int] = ()) -> None:
+        """Drafts may come from `known` too, a text that stands before every sequence."""
+        self._known = list(known)
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], list[int]] = {}
 
@@ -47,7 +49,7 @@ class SuffixDrafter:
         """Nothing depends on how tokens are drawn."""
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        self._follow(tokens)
+        self._follow([*self._known, *tokens] if self._known else tokens)
         ends = self._ends.get(tuple(self._tokens[-SHORTEST:]), [])
         earlier = [end for end in ends[-RECENT - 1 :] if end < len(self._tokens)]
         if not earlier:
@@ -131,13 +133,18 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def choose_drafter(
-    speculate: Speculate, model: Transformer, draft: Transformer | None, draft_cache: KVCache | None, size: int
+    speculate: Speculate,
+    model: Transformer,
+    draft: Transformer | None,
+    draft_cache: KVCache | None,
+    size: int,
+    known: Sequence[int] = (),
 ) -> Drafter | None:
-    """The drafter of one reply at a time: see `choose_drafts`."""
+    """The drafter of one reply at a time: see `choose_drafts`. N-grams may be those of `known` too."""
     kind = choose_drafts(speculate, model, draft, size)
     if kind == "draft" and draft is not None and draft_cache is not None:
         return ModelDrafter(draft, draft_cache, size)
-    return SuffixDrafter() if kind == "ngram" else None
+    return SuffixDrafter(known) if kind == "ngram" else None
 
 
 def choose_drafts(
