@@ -93,14 +93,17 @@ class Executor:
         self._paged.copy(copies)
 
     def _decode(self, steps: PagedSteps, rows: Sequence[Row], draws: Mapping[int, Drawing]) -> Computed:
-        """Rows of one token together, and each row of several by itself. Those with too many drafts behind their last
-        tokens, or with embeddings in them, are not recorded."""
-        others = {n for n, row in enumerate(rows) if len(row.tokens) > MOST or max(row.tokens) >= FIRST_ID}
-        single = [n for n, row in enumerate(rows) if len(row.tokens) == 1 and n not in others]
+        """Rows of one token together, and each row of several by itself; as they come, and no graphs, those that have
+        embeddings or too many tokens, drafts among them."""
+        logits = {
+            place: self._run([row], last_only=False)
+            for place, row in enumerate(rows)
+            if len(row.tokens) > MOST or max(row.tokens) >= FIRST_ID
+        }
+        single = [place for place, row in enumerate(rows) if len(row.tokens) == 1 and place not in logits]
         groups = [single[first : first + MOST] for first in range(0, len(single), MOST)]
-        groups += [[n] for n, row in enumerate(rows) if len(row.tokens) > 1 and n not in others]
+        groups += [[place] for place, row in enumerate(rows) if len(row.tokens) > 1 and place not in logits]
         drawn: dict[int, int] = {}
-        logits = {n: self._run([rows[n]], last_only=False) for n in others}
         for places in groups:
             some = [rows[place] for place in places]
             computed, tokens = steps.run(some, draws)

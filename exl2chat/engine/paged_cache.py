@@ -14,7 +14,6 @@ from torch import Tensor
 from exl2chat.engine.cache import PAGE, KVCache
 from exl2chat.engine.pages import PageCopy
 from exl2chat.engine.scheduler import Row
-from exl2chat.errors import UsageError
 from exl2chat.ops import Ops, reference
 from exl2chat.ops.attention import PLAIN_BITS, Attend, Heads
 from exl2chat.ops.cache_format import TOKENS, CacheFormat, rotate
@@ -22,11 +21,9 @@ from exl2chat.ops.packed import Norm, Weight
 
 
 class PagedCache:
-    """The pages of `cache`, which nobody else may use meanwhile. UsageError for a quantised one on a GPU."""
+    """The pages of `cache`, which nobody else may use meanwhile."""
 
     def __init__(self, cache: KVCache) -> None:
-        if cache.bits != PLAIN_BITS and cache.storage.is_cuda:
-            raise UsageError("a paged cache cannot be quantised on a GPU yet", "use one of full precision")
         self.cache = cache
         self.pages = cache.storage.shape[3]
 

@@ -84,8 +84,8 @@ class DynamicGenerator:
         speculate: Speculate = "auto",
     ) -> None:
         """With limits.drafts, up to so many tokens of each reply are drafted at a time, as `speculate` says
-        (`drafting.choose_drafts`). The draft model's cache, by default one as long as `cache`, is used by nobody else.
-        UsageError for a quantised cache on a GPU."""
+        (`drafting.choose_drafts`). The draft model's cache, by default one as long as `cache`, is used by nobody
+        else."""
         limits = limits or Limits(batch=64, queue=MANY, chunk=prefill_chunk(model.device))
         self.language = Language(tokenizer, model.config.vocab_size)
         self._model, self._cache = model, cache
