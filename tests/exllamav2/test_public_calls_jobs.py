@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from exl2chat.exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Lora, ExLlamaV2Tokenizer, Timer
+from exl2chat.exllamav2 import (
+    ExLlamaV2,
+    ExLlamaV2Cache,
+    ExLlamaV2Cache_Q4,
+    ExLlamaV2Cache_Q6,
+    ExLlamaV2Cache_Q8,
+    ExLlamaV2Config,
+    ExLlamaV2Lora,
+    ExLlamaV2Tokenizer,
+    Timer,
+)
 from exl2chat.exllamav2.generator import (
     ExLlamaV2BaseGenerator,
     ExLlamaV2DynamicGenerator,
@@ -16,10 +26,11 @@ from exl2chat.exllamav2.generator import (
     ExLlamaV2DynamicJob,
     ExLlamaV2DynamicJobAsync,
     ExLlamaV2Sampler,
+    ExLlamaV2StreamingGenerator,
 )
 from exl2chat.exllamav2.generator.filters import ExLlamaV2PrefixFilter
 from tests.exllamav2.conftest import MODEL
-from tests.exllamav2.test_public_calls_streaming import Record
+from tests.exllamav2.test_public_calls_streaming import Record, reply
 from tests.model.lora_files import make_lora
 
 Settings = ExLlamaV2Sampler.Settings
@@ -127,6 +138,18 @@ def test_drafts_change_no_reply(drafts: str, make: Make, model: ExLlamaV2) -> No
     text, last = generator.generate(prompt=STORY, return_last_results=True, **ask)
     assert text == make().generate(prompt=STORY, **ask)
     assert last["accepted_draft_tokens"] + last["rejected_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize("kind", [ExLlamaV2Cache_Q4, ExLlamaV2Cache_Q6, ExLlamaV2Cache_Q8])
+def test_a_quantised_cache_takes_the_place_of_another(
+    kind: type[ExLlamaV2Cache], model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer
+) -> None:
+    generator = ExLlamaV2DynamicGenerator(model, kind(model, max_seq_len=1024), tokenizer)
+    texts = generator.generate(PROMPTS, 6, gen_settings=GREEDY, completion_only=True)
+    stream = ExLlamaV2StreamingGenerator(model, kind(model, max_seq_len=256), tokenizer)
+    stream.set_stop_conditions([])
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        assert reply(stream, prompt, 6) == text
 
 
 # Jobs
