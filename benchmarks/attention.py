@@ -6,6 +6,7 @@ of batches of paged sequences.
 """
 
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -53,20 +54,30 @@ def on_end(store: Memory, rows: int) -> float:
     return time_graph(lambda: [layer(qkv, None, NEXT) for layer in layers]) * 1e6 / len(layers)
 
 
-def between_products(store: Memory, rows: int) -> float:
-    layers = layers_of(store, rows)
-    before, after = ([random_weight(*BODY[name], BODY_BITS, CUDA) for _ in layers] for name in ("qkv", "o"))
-    x, y = (arrange(torch.randn(rows, 4096, device=CUDA), group[0].order) for group in (before, after))
+class Products:
+    """What stands before and after the attention of each layer, for `rows` tokens."""
 
-    def step(with_attention: bool) -> None:
-        for first, layer, second in zip(before, layers, after, strict=True):
-            qkv = first.partial_sums(x)
-            if with_attention:
+    def __init__(self, rows: int) -> None:
+        self._before, self._after = (
+            [random_weight(*BODY[name], BODY_BITS, CUDA) for _ in range(LAYERS)] for name in ("qkv", "o")
+        )
+        self._inputs = [arrange(torch.randn(rows, 4096, device=CUDA), w[0].order) for w in (self._before, self._after)]
+        torch.cuda.synchronize()
+        self._alone = time_graph(lambda: self._step([None] * LAYERS))
+        self._rows = rows
+
+    def around(self, store: Memory) -> float:
+        """Microseconds of a layer's attention between them."""
+        layers = layers_of(store, self._rows)
+        torch.cuda.synchronize()
+        return (time_graph(lambda: self._step(layers)) - self._alone) * 1e6 / LAYERS
+
+    def _step(self, layers: Sequence[Attend | None]) -> None:
+        for before, layer, after in zip(self._before, layers, self._after, strict=True):
+            qkv = before.partial_sums(self._inputs[0])
+            if layer is not None:
                 layer(qkv, None, NEXT)
-            second.partial_sums(y)
-
-    torch.cuda.synchronize()
-    return (time_graph(lambda: step(True)) - time_graph(lambda: step(False))) * 1e6 / len(layers)
+            after.partial_sums(self._inputs[1])
 
 
 def table(name: str, times: list[float]) -> None:
@@ -74,12 +85,13 @@ def table(name: str, times: list[float]) -> None:
 
 
 def main(all_bits: list[int]) -> None:
+    products = {rows: Products(rows) for rows in ROWS}
     table("us by context", [float(context) for context in CONTEXTS])
     for bits in all_bits:
         stores = [Memory(bits, context) for context in CONTEXTS]
         for rows in ROWS:
             table(f"{bits} bits, {rows} rows, on end", [on_end(store, rows) for store in stores])
-            table(f"{bits} bits, {rows} rows, between", [between_products(store, rows) for store in stores])
+            table(f"{bits} bits, {rows} rows, between", [products[rows].around(store) for store in stores])
         for sequences, context in BATCHES:
             store = Memory(bits, context, sequences, layers=8)
             table(f"{bits} bits, {sequences} sequences of {context}", [on_end(store, 1)])

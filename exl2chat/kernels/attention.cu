@@ -220,10 +220,9 @@ __device__ __forceinline__ void attend(const Problem& p) {
     finish(p, part, share, count, (float*)stages, stats);
 }
 
-#define ATTENTION(name, T)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)                                           \
-    name(const __grid_constant__ Problem p) {                                                                         \
-        attend<T>(p);                                                                                                 \
+#define ATTENTION(name, T)                                                                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) name(const __grid_constant__ Problem p) {       \
+        attend<T>(p);                                                                                               \
     }
 ATTENTION(attention_half, __half)
 ATTENTION(attention_float, float)

@@ -35,7 +35,9 @@ struct Problem {
 };
 
 // What this block computes: queries of the group in this sequence, from `first_query` on.
-__device__ __forceinline__ int group_of(const Problem& p) { return blockIdx.y - quotient(blockIdx.y, p.groups) * p.groups; }
+__device__ __forceinline__ int group_of(const Problem& p) {
+    return blockIdx.y - quotient(blockIdx.y, p.groups) * p.groups;
+}
 
 __device__ __forceinline__ int first_query(const Problem& p) { return quotient(blockIdx.y, p.groups) * QUERIES; }
 
@@ -52,8 +54,8 @@ struct Part {
 __device__ __forceinline__ Part find_part(const Problem& p) {
     const int position = p.position[blockIdx.z], end = position + p.rows;
     const int start = p.window > 0 ? max(0, position + 1 - p.window) : 0;
-    const int page = start / PAGE, pages = (end - 1) / PAGE + 1 - page, first = page - quotient(page, p.splits) * p.splits;
-    const int after = (int)blockIdx.x - first;
+    const int page = start / PAGE, pages = (end - 1) / PAGE + 1 - page;
+    const int first = page - quotient(page, p.splits) * p.splits, after = (int)blockIdx.x - first;
     return {position, end, page + after + (after < 0 ? p.splits : 0), first, min(pages, p.splits)};
 }
 

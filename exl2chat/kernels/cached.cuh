@@ -13,7 +13,7 @@
 //   dimension          which value the lane's sums [m][i] are (of queries 2 (lane % 4) + i % 2)
 //   query              a number of a query (lane's number i % 32) as it is to be in shared memory
 //   score              adds the products of 16 tokens with 8 N queries, in units of UNIT
-//   absorb             adds the values of 16 tokens times weights, which are 2^LIFT times as large; those beyond `valid` do not count
+//   absorb             adds the values of 16 tokens, `valid` of which count, times weights 2^LIFT times as large
 //   complete           Sums to the sums of values
 //   keep               a new token's keys (kind 0) or values (1), row `row` of `rows`, into `fresh`, and where `head` is
 //                      given into the cache at token `at`

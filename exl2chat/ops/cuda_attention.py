@@ -145,6 +145,8 @@ class CudaAttention:
         many = grid * heads.groups * sequences > self._processors
         shape = choose_shape(count * share, size, store.bits, self._shared, many)
         blocks = -(-count * share // (8 * shape.tiles)) * heads.groups
+        if sequences * blocks > len(self._arrived):
+            raise ValueError(f"attention of {sequences} sequences of {count} tokens is more than one launch takes")
         out, places = self._activations(rows, heads.queries * size, into)
         partial = torch.empty(sequences, blocks, grid, 8 * shape.tiles, size + 2, device=self._device)
         problem = np.zeros((), PROBLEM)
@@ -159,10 +161,9 @@ class CudaAttention:
         problem["splits"], problem["most"] = splits, 0 if store.pages is None else store.pages.shape[1]
         problem["scale"], problem["cap"] = heads.scale, heads.cap or 0
         kernel = load("attention.cu", f"attention_{suffix(qkv)}", self._device, **shape.defines)
-        alone = (
-            self._shared // 2 if shape.blocks == 1 else 0
-        )  # with more than half, a block has a multiprocessor to itself
-        kernel.launch((grid, blocks, sequences), shape.warps * 32, max(alone, shape.dynamic(count)), problem)
+        # with more than half of its memory a block has a multiprocessor to itself
+        least = self._shared // 2 if shape.blocks == 1 else 0
+        kernel.launch((grid, blocks, sequences), shape.warps * 32, max(least, shape.dynamic(count)), problem)
         return out
 
 

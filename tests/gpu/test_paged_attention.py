@@ -10,7 +10,22 @@ import torch
 
 from exl2chat.ops import Heads
 from exl2chat.ops.cuda import CudaOps
-from tests.gpu.attention_cases import BITS, CUDA, PAGE, POISON, Memory, Shape, attend, make_room, memory, random, ready
+from exl2chat.ops.tiled import TiledWeight, arrange
+from exl2chat.ops.tiles import fragment_order
+from tests.gpu.attention_cases import (
+    BITS,
+    CUDA,
+    NEXT,
+    PAGE,
+    POISON,
+    Memory,
+    Shape,
+    attend,
+    make_room,
+    memory,
+    random,
+    ready,
+)
 
 pytestmark = pytest.mark.gpu
 SHAPE: Shape = (8, 2, 128)
@@ -119,3 +134,12 @@ def test_a_sequence_of_a_batch_goes_on(ops: CudaOps, bits: int) -> None:
 def test_prompts(ops: CudaOps, length: int, bits: int) -> None:
     check(ops, SHAPE, [length], 40, bits)
     check(ops, SHAPE, [length], 300, bits, 500)
+
+
+def test_the_result_arrives_in_the_form_of_the_next_matrix(ops: CudaOps) -> None:
+    shape: Shape = (4, 2, 64)
+    tiles = TiledWeight((), fragment_order(torch.randperm(256, device=CUDA)), {8: None}, 0)  # type: ignore[dict-item]
+    pool = scatter(stores_of(shape, (3, 900, 260), 2, 16))
+    qkv = random(6, 8 * 64).half()
+    (layer,) = ops.attends(pool, 2, Heads(*shape, 0.1, None), [None])
+    assert torch.equal(layer(qkv, None, tiles), arrange(layer(qkv, None, NEXT), tiles.order))
