@@ -21,6 +21,9 @@ from exl2chat.progress import silent
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 MOST = BUCKETS[-1]
 LENGTHS = (1, 32, 64)  # tokens of a sequence; of several there is one sequence
+# Pages of a sequence, at most, or as many as there are. Attention has a block for each (of 16 at most) in every sequence
+# and group, whether there is anything in it or not.
+WIDTHS = (1, 4)
 
 # The logits of tokens int64 [B * T] of B sequences, whose first and last ones stand at positions int32 [B] each, in
 # pages int32 [B, most].
@@ -40,19 +43,42 @@ class Mirrored:
         self.device.copy_(self._memory, non_blocking=True)
 
 
+class PageTables:
+    """The pages of a step's rows, up to `width` each: int32 [MOST, width]."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self._tables = Mirrored((MOST, width), torch.int32, device)
+        self._placed: list[tuple[int, ...]] = [()] * MOST
+        self.device = self._tables.device
+
+    def place(self, rows: Sequence[Row]) -> None:
+        """Send the tables, if any of them has changed."""
+        changed = [place for place, row in enumerate(rows) if self._placed[place] != row.pages]
+        for place in changed:
+            pages = self._placed[place] = rows[place].pages
+            self._tables.host[place, : len(pages)] = pages
+        if changed:
+            self._tables.send()
+
+
 class StepInputs:
-    """What a step reads of its rows, sent in one copy; and their page tables, sent where they have changed."""
+    """What a step reads of its rows, sent in one copy; and their page tables."""
 
     def __init__(self, pages: int, device: torch.device) -> None:
         """A text has up to `pages` pages."""
         self._numbers = Mirrored((3, MOST), torch.int64, device)  # tokens; firsts and lasts, which are int32
-        self._tables = Mirrored((MOST, pages), torch.int32, device)
-        self._placed: list[tuple[int, ...]] = [()] * MOST
-        self.tokens, self.tables = self._numbers.device[0], self._tables.device
+        widths = (*(width for width in WIDTHS if width < pages), pages)
+        self.tables = {width: PageTables(width, device) for width in widths}
+        self.tokens = self._numbers.device[0]
         self.firsts, self.lasts = self._numbers.device[1:3].view(torch.int32)[:, :MOST].unbind(0)
 
+    def width(self, rows: Sequence[Row]) -> int:
+        """That of the smallest tables which have room for the pages of all rows."""
+        longest = max(len(row.pages) for row in rows)
+        return min(width for width in self.tables if width >= longest)
+
     def place(self, rows: Sequence[Row]) -> NDArray[np.int64]:
-        """Send up to MOST tokens, one after another. The positions of the rows' last ones."""
+        """Send up to MOST tokens, one after another, and the tables. The positions of the rows' last ones."""
         count = len(rows)
         tokens = [token for row in rows for token in row.tokens]
         lasts = np.array([row.start + len(row.tokens) - 1 for row in rows])
@@ -60,12 +86,7 @@ class StepInputs:
         numbers = self._numbers.host[1:3].view(np.int32)
         numbers[0, :count], numbers[1, :count] = [row.start for row in rows], lasts
         self._numbers.send()
-        changed = [place for place, row in enumerate(rows) if self._placed[place] != row.pages]
-        for place in changed:
-            pages = self._placed[place] = rows[place].pages
-            self._tables.host[place, : len(pages)] = pages
-        if changed:
-            self._tables.send()
+        self.tables[self.width(rows)].place(rows)
         return lasts
 
 
@@ -81,7 +102,7 @@ class PagedSteps:
         self._sampler = TokenSampler(device, vocabulary, MOST)
         self._sampler.set_rows(self._draws.table)
         self._work = partial(_decode, step, self._sampler, self._inputs)  # not self: a cycle
-        self._graphs: dict[tuple[int, int], Recorded] = {}
+        self._graphs: dict[tuple[int, int, int], Recorded] = {}
 
     def run(self, rows: Sequence[Row], draws: Mapping[int, Drawing]) -> tuple[Tensor, list[int]]:
         """Rows of one token, up to MOST, or one row of as many: their logits [tokens, V], until the next step; and what
@@ -93,7 +114,7 @@ class PagedSteps:
         lasts = self._inputs.place([*rows, *[rows[-1]] * (bucket - count)])  # the same row again writes the same
         if self._draws.prepare(rows, draws):
             self._sampler.set_rows(self._draws.table)
-        logits = self._graph(bucket, each)()
+        logits = self._graph(bucket, each, self._inputs.width(rows))()
         self._drawn.record(0)
         self._drawn.wait(0)
         drawn: list[int] = self._drawn.tokens[np.arange(count), (lasts[:count] + 1) % RESULTS].tolist()
@@ -103,20 +124,21 @@ class PagedSteps:
     def warm_up(self) -> None:
         """Compile every kernel that these steps need. ModelError where one does not compile."""
         sizes = [*((size, 1) for size in BUCKETS), *((1, each) for each in LENGTHS)]
-        compile_for(lambda: [self._work(*size) for size in sizes], silent)
+        compile_for(lambda: [self._work(*size, width) for size in sizes for width in self._inputs.tables], silent)
 
-    def _graph(self, sequences: int, each: int) -> Recorded:
-        """Steps of so many sequences with so many tokens each."""
-        key = sequences, each
+    def _graph(self, sequences: int, each: int, width: int) -> Recorded:
+        """Steps of so many sequences with so many tokens each, and tables of that width."""
+        key = sequences, each, width
         if key not in self._graphs:
             pool = next((graph.pool for graph in self._graphs.values()), None)
-            self._graphs[key] = Recorded(partial(self._work, sequences, each), pool)
+            self._graphs[key] = Recorded(partial(self._work, *key), pool)
         return self._graphs[key]
 
 
-def _decode(step: Step, sampler: TokenSampler, inputs: StepInputs, sequences: int, each: int) -> Tensor:
+def _decode(step: Step, sampler: TokenSampler, inputs: StepInputs, sequences: int, each: int, width: int) -> Tensor:
     firsts, lasts = inputs.firsts[:sequences], inputs.lasts[:sequences]
-    logits = step(inputs.tokens[: sequences * each], firsts, lasts, inputs.tables[:sequences])
+    tables = inputs.tables[width].device[:sequences]
+    logits = step(inputs.tokens[: sequences * each], firsts, lasts, tables)
     if each == 1:
         sampler.queue(logits)
     else:  # in a rehearsal the positions may be any

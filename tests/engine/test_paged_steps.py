@@ -28,22 +28,26 @@ def row(job: int, start: int, *tokens: int, pages: tuple[int, ...] = (0,)) -> Ro
 
 def test_a_step_is_sent_its_rows() -> None:
     inputs = StepInputs(3, CPU)
+    assert list(inputs.tables) == [1, 3]
     lasts = inputs.place([row(7, 260, 1, 2, pages=(4, 9)), row(8, 3, 5, pages=(2,))])
     assert lasts.tolist() == [261, 3]
     assert inputs.tokens[:3].tolist() == [1, 2, 5]
     assert (inputs.firsts[:2].tolist(), inputs.lasts[:2].tolist()) == ([260, 3], [261, 3])
-    assert inputs.tables[:2].tolist() == [[4, 9, 0], [2, 0, 0]]
-    assert (inputs.firsts.dtype, inputs.lasts.dtype, inputs.tables.dtype) == (torch.int32,) * 3
+    assert inputs.tables[3].device[:2].tolist() == [[4, 9, 0], [2, 0, 0]]
+    assert (inputs.firsts.dtype, inputs.lasts.dtype, inputs.tables[3].device.dtype) == (torch.int32,) * 3
 
 
 def test_page_tables_are_sent_where_they_changed() -> None:
     inputs = StepInputs(2, CPU)
+    narrow, wide = inputs.tables[1].device, inputs.tables[2].device
     inputs.place([row(0, 9, 1, pages=(3,)), row(1, 9, 1, pages=(4,))])
-    inputs.tables.fill_(-1)
+    assert narrow[:2].tolist() == [[3], [4]]
+    narrow.fill_(-1)
     inputs.place([row(0, 10, 1, pages=(3,)), row(1, 10, 1, pages=(4,))])
-    assert bool((inputs.tables == -1).all())
+    assert bool((narrow == -1).all())
     inputs.place([row(0, 11, 1, pages=(3,)), row(2, 600, 1, pages=(5, 6))])
-    assert inputs.tables[:2].tolist() == [[3, 0], [5, 6]]
+    assert wide[:2].tolist() == [[3, 0], [5, 6]]
+    assert bool((narrow == -1).all())
 
 
 def draws() -> DeviceDraws:
