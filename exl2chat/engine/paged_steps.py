@@ -21,7 +21,7 @@ from exl2chat.progress import silent
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 MOST = BUCKETS[-1]
 LENGTHS = (1, 32, 64)  # tokens of a sequence; of several there is one sequence
-# Pages of a sequence, at most, or as many as there are. Attention has a block for each (of 16 at most) in every sequence
+# Pages of a sequence, at most, or as many as there are. Attention has a block for each (of 16 or so) in every sequence
 # and group, whether there is anything in it or not.
 WIDTHS = (1, 4)
 
