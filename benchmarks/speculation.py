@@ -43,8 +43,9 @@ class Script:
     def __init__(self, sequence: Sequence[int], right: bool) -> None:
         self._sequence, self._shift = sequence, 0 if right else 1
 
-    def begin(self, sample: object) -> None:
+    def begin(self, chooser: object) -> bool:  # noqa: ARG002
         """Nothing depends on it."""
+        return True
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         return [token + self._shift for token in self._sequence[len(tokens) : len(tokens) + count]]

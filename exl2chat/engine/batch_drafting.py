@@ -22,7 +22,7 @@ class BatchDrafter(Protocol):
     """Proposes tokens of jobs."""
 
     def follow(self, plan: StepPlan) -> None:
-        """A step is about to be carried out. Its decoding rows are not looked at."""
+        """A step is about to be carried out, but for its decoding rows."""
 
     def propose(self, rows: Sequence[Row], choosers: Choosers, count: int) -> Mapping[int, Sequence[int]]:
         """For the job of each row at most `count` tokens, and no more than the row has room for."""
@@ -64,6 +64,8 @@ class ModelDrafts:
     def follow(self, plan: StepPlan) -> None:
         for job in (*plan.started, *plan.preempted):
             self._known.pop(job, None)
+        for row in plan.decode:
+            self._known.setdefault(row.job, row.start)
         self._executor.run(replace(plan, decode=()), {})
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
@@ -95,7 +97,7 @@ class ModelDrafts:
         """What the cache lacks of the text before the last token: what came of steps without drafts, or the last draft
         of a round in which all were right."""
         end = len(chooser.tokens) - 1
-        start = min(self._known.get(row.job, row.start), end)
+        start = min(self._known[row.job], end)
         self._known[row.job] = start
         return replace(row, start=start, tokens=tuple(chooser.tokens[start:end]))
 
@@ -109,18 +111,26 @@ def _after(row: Row, drafts: Sequence[int]) -> Row:
 class Rounds:
     """Steps with as many drafts as pay, by a Pace for batches of about the same size."""
 
-    def __init__(self, drafter: BatchDrafter, most: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, drafter: BatchDrafter | None, most: int, clock: Callable[[], float] = time.perf_counter) -> None:
         """Up to `most` drafts for a sequence."""
         self._drafter, self._most, self._clock = drafter, most, clock
         self._paces: dict[int, Pace] = {}
         self._started = 0.0
 
     def begin(self, plan: StepPlan, choosers: Choosers) -> StepPlan:
-        """`plan` with drafts behind the tokens of its decoding rows. Both sequences of a job get the same."""
+        """`plan` with drafts behind the tokens of its decoding rows. Both sequences of a job get the same: what its
+        constraint forces, or else what the drafter proposes."""
         self._started = self._clock()
-        self._drafter.follow(plan)
+        count = self._pace(plan).length()
         firsts = [row for row in plan.decode if row.branch == 0]
-        drafts = self._drafter.propose(firsts, choosers, self._pace(plan).length())
+        drafts: dict[int, Sequence[int]] = {
+            row.job: forced
+            for row in firsts
+            if (most := min(count, row.drafts)) and (forced := choosers[row.job].forced()[:most])
+        }
+        if self._drafter is not None:
+            self._drafter.follow(plan)
+            drafts |= self._drafter.propose([row for row in firsts if row.job not in drafts], choosers, count)
         rows = [replace(row, tokens=(*row.tokens, *drafts.get(row.job, ()))) for row in plan.decode]
         return replace(plan, decode=tuple(rows))
 

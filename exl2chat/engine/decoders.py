@@ -42,7 +42,7 @@ class Decoder:
         drafter: Drafter | None = None,
         most: int = MOST_DRAFTS,
     ) -> None:
-        """`drafter` proposes up to `most` tokens at a time; then the host draws."""
+        """`drafter` proposes up to `most` tokens at a time; where it has ideas, the host draws."""
         self.model = model  # or one of the same weights with other adapters and embeddings
         self._cache, self._size = cache, size
         self._step_logits = StepLogits(model, cache, size)
@@ -61,8 +61,8 @@ class Decoder:
         """A reply begins, with which the sequence has `longest` tokens at most."""
         self._step_logits.model = self.model
         self._device = None
-        if self._drafter is not None:
-            self._drafter.begin(chooser.guess)
+        self._logits, self._speculation = self._step_logits, None
+        if self._drafter is not None and self._drafter.begin(chooser):
             self._speculation = SpeculativeLogits(self._step_logits, self._cache, self._drafter, self._pace, longest)
             self._logits = self._speculation
         elif runs_on_device(self.model, self._size):

@@ -1,14 +1,13 @@
 """Guesses of what comes next. A wrong one costs time and nothing else: every token is drawn from the model's own logits
 (`engine.speculation`)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from exl2chat.engine.cache import KVCache
+from exl2chat.engine.generators.choosing import Chooser
 from exl2chat.engine.step_logits import StepLogits
 from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.errors import ChatError, UsageError
@@ -20,14 +19,13 @@ RECENT = 8  # occurrences that are compared
 
 
 Speculate = Literal["auto", "draft", "ngram", "off"]
-Sample = Callable[[NDArray[np.float32], int], int]  # of logits [V] and an absolute position, the token
 
 
 class Drafter(Protocol):
     """Proposes tokens of one reply after another."""
 
-    def begin(self, sample: Sample) -> None:
-        """A reply begins, whose tokens `sample` draws."""
+    def begin(self, chooser: Chooser) -> bool:
+        """A reply begins, whose tokens `chooser` chooses. Whether there may be ideas for it."""
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """At most `count` tokens that may follow `tokens`, the whole sequence; none where there is no idea."""
@@ -45,8 +43,8 @@ class SuffixDrafter:
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], list[int]] = {}
 
-    def begin(self, sample: Sample) -> None:
-        """Nothing depends on how tokens are drawn."""
+    def begin(self, chooser: Chooser) -> bool:  # noqa: ARG002
+        return True
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         self._follow([*self._known, *tokens] if self._known else tokens)
@@ -87,21 +85,22 @@ class ModelDrafter:
         self._model, self._cache = model, cache
         self._logits = StepLogits(model, cache, size)
         self._held: list[int] = []  # the tokens in the cache
-        self._sample: Sample | None = None
+        self._chooser: Chooser | None = None
 
-    def begin(self, sample: Sample) -> None:
-        self._sample = sample
+    def begin(self, chooser: Chooser) -> bool:
+        self._chooser = chooser
+        return True
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         sequence, self._held = list(tokens), self._shared(tokens)
         count = min(count, self._cache.capacity + 1 - len(sequence))
-        if count < 1 or self._sample is None:
+        if count < 1 or self._chooser is None:
             return []
         self._read(sequence)
         try:
             while len(sequence) < len(tokens) + count:
                 self._logits.queue(sequence)
-                sequence.append(self._sample(self._logits.take(), len(sequence)))
+                sequence.append(self._chooser.guess(self._logits.take(), len(sequence)))
         except ChatError:  # its logits are no numbers: the drafts end here
             pass
         self._held = sequence[: self._cache.length]
@@ -118,6 +117,24 @@ class ModelDrafter:
         chunk = prefill_chunk(self._model.device)
         while (missing := sequence[self._cache.length : -1][:chunk]) and len(missing) > 1:
             self._model.forward(self._model.inputs(missing), self._cache, last_only=True)
+
+
+class ForcedDrafter:
+    """What a constraint leaves no choice about. Where it does, another drafter is asked, if there is one."""
+
+    def __init__(self, other: Drafter | None) -> None:
+        self._other = other
+        self._asks = False
+        self._chooser: Chooser | None = None
+
+    def begin(self, chooser: Chooser) -> bool:
+        self._chooser = chooser
+        self._asks = self._other is not None and self._other.begin(chooser)
+        return self._asks or chooser.constrained
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        forced = self._chooser.forced()[:count] if self._chooser else []
+        return self._other.propose(tokens, count) if not forced and self._asks and self._other else forced
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
@@ -140,11 +157,14 @@ def choose_drafter(
     size: int,
     known: Sequence[int] = (),
 ) -> Drafter | None:
-    """The drafter of one reply at a time: see `choose_drafts`. N-grams may be those of `known` too."""
+    """The drafter of one reply at a time: see `choose_drafts`. N-grams may be those of `known` too. Where the host
+    draws the tokens in any case, what a constraint forces is drafted too."""
     kind = choose_drafts(speculate, model, draft, size)
+    drafter: Drafter | None = SuffixDrafter(known) if kind == "ngram" else None
     if kind == "draft" and draft is not None and draft_cache is not None:
-        return ModelDrafter(draft, draft_cache, size)
-    return SuffixDrafter(known) if kind == "ngram" else None
+        drafter = ModelDrafter(draft, draft_cache, size)
+    forces = speculate != "off" and (repays_rows(model) or model.device.type == "cuda")
+    return ForcedDrafter(drafter) if forces else drafter
 
 
 def choose_drafts(

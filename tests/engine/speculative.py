@@ -48,8 +48,8 @@ class Guided:
         self.sequence: list[int] = []
         self._change = change
 
-    def begin(self, sample: object) -> None:
-        pass
+    def begin(self, chooser: object) -> bool:  # noqa: ARG002
+        return True
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         return [self._change(token) for token in self.sequence[len(tokens) : len(tokens) + count]]

@@ -1,6 +1,7 @@
 """Drafters: what they propose, and that they keep in step with a sequence that grows, shrinks and changes."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -86,8 +87,9 @@ def accepted_of(monkeypatch: pytest.MonkeyPatch, draft: RowsModel, settings: Sam
     """The share of the drafts that came true."""
 
     class Greedy(ModelDrafter):
-        def begin(self, sample: object) -> None:  # noqa: ARG002
-            super().begin(lambda logits, _position: int(logits.argmax()))
+        def begin(self, chooser: object) -> bool:  # noqa: ARG002
+            likeliest = SimpleNamespace(guess=lambda logits, _position: int(logits.argmax()))
+            return super().begin(likeliest)  # type: ignore[arg-type]
 
     drafter = (Greedy if greedy else ModelDrafter)(draft, RowsCache(), VOCABULARY)  # type: ignore[arg-type]
     subject = speculating(monkeypatch, drafter, RowsModel(), most=4)

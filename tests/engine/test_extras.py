@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from exl2chat.engine.compile_grammar import compile_json_schema, compile_regex
 from exl2chat.engine.constraints import AllOf
 from exl2chat.engine.filters import FilterConstraint
+from exl2chat.engine.generators.jobs import Choice
 from exl2chat.engine.generators.streaming import Extras
 from exl2chat.engine.sampler import Sampler
 from exl2chat.engine.token_table import TokenTable
@@ -192,6 +193,18 @@ def test_a_filter_is_told_what_was_healed() -> None:
     rule = Vowels()
     reply(generator(), Extras(token_healing=True, constraint=FilterConstraint(table(), rule)), prompt=[65, ord("e")])
     assert rule.prefix == "e"
+
+
+# Hooks
+
+
+def test_a_hook_sees_each_draw_and_may_change_it() -> None:
+    def shout(choice: Choice) -> None:
+        if choice.token == ord("b"):
+            choice.token = ord("B")
+
+    text, tokens, _ = reply(generator(saying("abcb", 3)), Extras(hooks=(shout,)), GREEDY)
+    assert (text, tokens) == ("aBcB", list(b"aBcB"))
 
 
 # How tokens were drawn

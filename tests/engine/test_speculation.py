@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exl2chat.engine.cache import KVCache
-from exl2chat.engine.drafting import SuffixDrafter
+from exl2chat.engine.drafting import ForcedDrafter, SuffixDrafter
 from exl2chat.engine.generators import streaming
 from exl2chat.engine.generators.streaming import StreamingGenerator
 from exl2chat.engine.sampler import Sampler
@@ -276,7 +276,8 @@ def test_ngrams_are_drafted_by_default_only_where_rows_come_cheap(
     made(model)
     plain(RowsModel())
     StreamingGenerator(RowsModel(), RowsCache(), FakeTokenizer())  # type: ignore[arg-type]
-    assert isinstance(chosen[0], SuffixDrafter)
+    assert isinstance(chosen[0], ForcedDrafter)
+    assert isinstance(chosen[0]._other, SuffixDrafter)
     assert chosen[1:] == [None, None]
 
 

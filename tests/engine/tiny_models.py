@@ -50,6 +50,9 @@ class ByteTokenizer:
     def token_of(self, token: int) -> str:
         return f"<{token}>" if token < VOCABULARY else ""
 
+    def encode_following(self, text: str) -> list[int]:
+        return list(text.encode())
+
     def piece(self, token: int) -> Piece | None:
         if token >= BYTES:
             return None

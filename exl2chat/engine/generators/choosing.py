@@ -74,6 +74,10 @@ class Chooser:
         return self.tokens[self._start :]
 
     @property
+    def constrained(self) -> bool:
+        return self._job.constraint is not None
+
+    @property
     def finished(self) -> bool:
         """The constraint is satisfied and nothing may follow."""
         return self._job.constraint is not None and self._job.constraint.finished
@@ -138,6 +142,10 @@ class Chooser:
     def guess(self, logits: Logits, position: int) -> int:
         """A token drawn from the `logits` [V] of a draft model. Nobody is told of it, and masks do not matter to it."""
         return self._remembering().sample(logits, position)
+
+    def forced(self) -> list[int]:
+        """Tokens that probably come next, as the constraint leaves hardly anything else: drafts."""
+        return [] if self._job.constraint is None else self._job.constraint.forced()
 
     def add(self, token: int) -> Choice | None:
         """`token`, drawn here or by a device, becomes part of the reply; how it was drawn here. ChatError, and nothing

@@ -101,7 +101,7 @@ class DynamicGenerator:
             self._caches.append(draft_cache)
             self._draft_model = ModelDrafts(draft_model, draft_cache, self._executor.pages, self.language.size)
         drafter = SuffixDrafts() if drafts == "ngram" else self._draft_model
-        self._rounds = Rounds(drafter, limits.drafts) if drafter else None
+        self._rounds = Rounds(drafter, limits.drafts) if limits.drafts and speculate != "off" else None
         self._empty()
 
     @property

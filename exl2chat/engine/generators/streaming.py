@@ -11,7 +11,7 @@ from exl2chat.engine.constraints import Constraint
 from exl2chat.engine.decoders import MOST_DRAFTS, Decoder
 from exl2chat.engine.drafting import Speculate, choose_drafter, common_prefix
 from exl2chat.engine.embeddings import InputEmbeddings, check_prompt
-from exl2chat.engine.generators.jobs import EndReason, Job, Token
+from exl2chat.engine.generators.jobs import Choice, EndReason, Job, Token
 from exl2chat.engine.generators.language import Language
 from exl2chat.engine.generators.task import Advance, End, Task
 from exl2chat.engine.lora import Scaled, with_adapters
@@ -34,7 +34,7 @@ class Extras(msgspec.Struct, frozen=True):
     allows it. token_healing: the first token takes the place of the prompt's last one, whose text it repeats and goes
     on from, unless that is the only one, hidden, or no whole characters. banned_strings, in any case of their letters,
     do not come to be: tokens are taken back and others drawn. return_probabilities, return_top_tokens (so many) and
-    return_logits fill `StreamResult.details`.
+    return_logits fill `StreamResult.details`. hooks see each draw, and may change it.
     """
 
     constraint: Constraint | None = None
@@ -44,6 +44,7 @@ class Extras(msgspec.Struct, frozen=True):
     return_probabilities: bool = False
     return_top_tokens: int = 0
     return_logits: bool = False
+    hooks: tuple[Callable[[Choice], None], ...] = ()
 
     def __post_init__(self) -> None:
         if self.return_top_tokens < 0:
@@ -190,7 +191,8 @@ class StreamingGenerator:
             (tuple(ids),), max_new_tokens or self._cache.capacity, settings, self._conditions,
             heal=extras.token_healing, banned=extras.banned_strings, constraint=extras.constraint,
             prefer_end=extras.prefer_end, special=decode_special_tokens, top_tokens=extras.return_top_tokens,
-            probabilities=extras.wants_details, logits=extras.return_logits, continuing=continuing,
+            probabilities=extras.wants_details, logits=extras.return_logits,
+            hooks=extras.hooks, continuing=continuing,
         )  # fmt: skip
         task = Task(job, self._language, self._cache.capacity)
         self._use(adapters, tuple(embeddings))

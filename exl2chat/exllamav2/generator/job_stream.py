@@ -1,4 +1,4 @@
-"""One job as a stream, for what our streaming generator does not do: guidance by a second prompt, and hooks."""
+"""One job as a stream, for what our streaming generator does not do: guidance by a second prompt."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -34,7 +34,7 @@ class JobStream:
     def stream_ex(self, banned: Collection[int] = ()) -> StreamResult:
         """What the next token brings."""
         if banned:
-            raise unsupported("ExLlamaV2StreamingGenerator.stream_ex: ban_tokens with cfg_scale or post_sampling_hooks")
+            raise unsupported("ExLlamaV2StreamingGenerator.stream_ex: ban_tokens with cfg_scale")
         if self._reason is None and self._abort():
             self._engine.clear()
             self._reason = "stopped"

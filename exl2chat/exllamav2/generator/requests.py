@@ -74,7 +74,7 @@ def unpadded(input_ids: Tensor, input_mask: Tensor | None, offsets: Tensor | Non
         mask, offset = (None if each is None else each[at : at + 1] for each in (input_mask, offsets))
         prompt, positions = attended(input_ids[at : at + 1], mask, offset)
         if positions:
-            raise unsupported("an input_mask with gaps, with cfg_scale or post_sampling_hooks,")
+            raise unsupported("an input_mask with gaps, with cfg_scale,")
         prompts.append(row_of(prompt))
     return tuple(prompts)
 
