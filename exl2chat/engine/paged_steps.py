@@ -61,8 +61,9 @@ class PageTables:
             self._tables.send()
 
 
-class StepInputs:
-    """What a step reads of its rows, sent in one copy; and their page tables."""
+class StepMemory:
+    """What a step reads of its rows, sent in one copy; their page tables; and its logits, in one place for all graphs:
+    each would keep its own."""
 
     def __init__(self, pages: int, device: torch.device) -> None:
         """A text has up to `pages` pages."""
@@ -71,6 +72,13 @@ class StepInputs:
         self.tables = {width: PageTables(width, device) for width in widths}
         self.tokens = self._numbers.device[0]
         self.firsts, self.lasts = self._numbers.device[1:3].view(torch.int32)[:, :MOST].unbind(0)
+        self._logits: Tensor | None = None
+
+    def keep(self, logits: Tensor) -> Tensor:
+        """A copy of logits [tokens, V], until the next one."""
+        if self._logits is None:
+            self._logits = logits.new_empty(MOST, logits.shape[1])
+        return self._logits[: len(logits)].copy_(logits)
 
     def width(self, rows: Sequence[Row]) -> int:
         """That of the smallest tables which have room for the pages of all rows."""
@@ -95,13 +103,13 @@ class PagedSteps:
 
     def __init__(self, step: Step, vocabulary: int, pages: int, longest: int, device: torch.device) -> None:
         """Tokens are drawn from the first `vocabulary`. A text has up to `longest` of them, in up to `pages` pages."""
-        self._inputs = StepInputs(pages, device)
+        self._memory = StepMemory(pages, device)
         results = torch.empty(MOST, RESULTS, dtype=torch.int32, pin_memory=True)
         self._drawn = DrawnTokens(results, [torch.cuda.Event()])  # type: ignore[no-untyped-call]
-        self._draws = DeviceDraws(vocabulary, longest, self._inputs.lasts, self._inputs.tokens, results)
+        self._draws = DeviceDraws(vocabulary, longest, self._memory.lasts, self._memory.tokens, results)
         self._sampler = TokenSampler(device, vocabulary, MOST)
         self._sampler.set_rows(self._draws.table)
-        self._work = partial(_decode, step, self._sampler, self._inputs)  # not self: a cycle
+        self._work = partial(_decode, step, self._sampler, self._memory)  # not self: a cycle
         self._graphs: dict[tuple[int, int, int], Recorded] = {}
 
     def run(self, rows: Sequence[Row], draws: Mapping[int, Drawing]) -> tuple[Tensor, list[int]]:
@@ -111,10 +119,10 @@ class PagedSteps:
         count, tokens = len(rows), sum(len(row.tokens) for row in rows)
         bucket = next(size for size in BUCKETS if size >= count)
         each = next(size for size in LENGTHS if size * count >= tokens)
-        lasts = self._inputs.place([*rows, *[rows[-1]] * (bucket - count)])  # the same row again writes the same
+        lasts = self._memory.place([*rows, *[rows[-1]] * (bucket - count)])  # the same row again writes the same
         if self._draws.prepare(rows, draws):
             self._sampler.set_rows(self._draws.table)
-        logits = self._graph(bucket, each, self._inputs.width(rows))()
+        logits = self._graph(bucket, each, self._memory.width(rows))()
         self._drawn.record(0)
         self._drawn.wait(0)
         drawn: list[int] = self._drawn.tokens[np.arange(count), (lasts[:count] + 1) % RESULTS].tolist()
@@ -124,7 +132,7 @@ class PagedSteps:
     def warm_up(self) -> None:
         """Compile every kernel that these steps need. ModelError where one does not compile."""
         sizes = [*((size, 1) for size in BUCKETS), *((1, each) for each in LENGTHS)]
-        compile_for(lambda: [self._work(*size, width) for size in sizes for width in self._inputs.tables], silent)
+        compile_for(lambda: [self._work(*size, width) for size in sizes for width in self._memory.tables], silent)
 
     def _graph(self, sequences: int, each: int, width: int) -> Recorded:
         """Steps of so many sequences with so many tokens each, and tables of that width."""
@@ -135,12 +143,12 @@ class PagedSteps:
         return self._graphs[key]
 
 
-def _decode(step: Step, sampler: TokenSampler, inputs: StepInputs, sequences: int, each: int, width: int) -> Tensor:
-    firsts, lasts = inputs.firsts[:sequences], inputs.lasts[:sequences]
-    tables = inputs.tables[width].device[:sequences]
-    logits = step(inputs.tokens[: sequences * each], firsts, lasts, tables)
+def _decode(step: Step, sampler: TokenSampler, memory: StepMemory, sequences: int, each: int, width: int) -> Tensor:
+    firsts, lasts = memory.firsts[:sequences], memory.lasts[:sequences]
+    tables = memory.tables[width].device[:sequences]
+    logits = step(memory.tokens[: sequences * each], firsts, lasts, tables)
     if each == 1:
         sampler.queue(logits)
     else:  # in a rehearsal the positions may be any
         sampler.queue(logits.index_select(0, (lasts - firsts).clamp(0, each - 1)))
-    return logits
+    return memory.keep(logits)
