@@ -131,7 +131,7 @@ class PagedSteps:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compile every kernel that these steps need. ModelError where one does not compile."""
-        sizes = [*((size, 1) for size in BUCKETS), *((1, each) for each in LENGTHS)]
+        sizes = [*((size, 1) for size in BUCKETS), *((1, each) for each in LENGTHS[1:])]
         compile_for(lambda: [self._work(*size, width) for size in sizes for width in self._memory.tables], silent)
 
     def _graph(self, sequences: int, each: int, width: int) -> Recorded:
