@@ -51,6 +51,7 @@ SOURCES = (
     "ops/kernel_benchmark.py",
     "ops/partial.py",
     "ops/plan.py",
+    "ops/recording.py",
     "ops/sample.py",
     "ops/tiled.py",
     "ops/tiles.py",

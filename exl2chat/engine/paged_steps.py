@@ -21,6 +21,9 @@ from exl2chat.progress import silent
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 MOST = BUCKETS[-1]
 LENGTHS = (1, 32, 64)  # tokens of a sequence; of several there is one sequence
+# Pages of a sequence, at most, or as many as there are. Attention has a block for each (of 16 or so) in every sequence
+# and group, whether there is anything in it or not.
+WIDTHS = (1, 4)
 
 # The logits of tokens int64 [B * T] of B sequences, whose first and last ones stand at positions int32 [B] each, in
 # pages int32 [B, most].
@@ -40,19 +43,50 @@ class Mirrored:
         self.device.copy_(self._memory, non_blocking=True)
 
 
-class StepInputs:
-    """What a step reads of its rows, sent in one copy; and their page tables, sent where they have changed."""
+class PageTables:
+    """The pages of a step's rows, up to `width` each: int32 [MOST, width]."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self._tables = Mirrored((MOST, width), torch.int32, device)
+        self._placed: list[tuple[int, ...]] = [()] * MOST
+        self.device = self._tables.device
+
+    def place(self, rows: Sequence[Row]) -> None:
+        """Send the tables, if any of them has changed."""
+        changed = [place for place, row in enumerate(rows) if self._placed[place] != row.pages]
+        for place in changed:
+            pages = self._placed[place] = rows[place].pages
+            self._tables.host[place, : len(pages)] = pages
+        if changed:
+            self._tables.send()
+
+
+class StepMemory:
+    """What a step reads of its rows, sent in one copy; their page tables; and its logits, in one place for all graphs:
+    each would keep its own."""
 
     def __init__(self, pages: int, device: torch.device) -> None:
         """A text has up to `pages` pages."""
         self._numbers = Mirrored((3, MOST), torch.int64, device)  # tokens; firsts and lasts, which are int32
-        self._tables = Mirrored((MOST, pages), torch.int32, device)
-        self._placed: list[tuple[int, ...]] = [()] * MOST
-        self.tokens, self.tables = self._numbers.device[0], self._tables.device
+        widths = (*(width for width in WIDTHS if width < pages), pages)
+        self.tables = {width: PageTables(width, device) for width in widths}
+        self.tokens = self._numbers.device[0]
         self.firsts, self.lasts = self._numbers.device[1:3].view(torch.int32)[:, :MOST].unbind(0)
+        self._logits: Tensor | None = None
+
+    def keep(self, logits: Tensor) -> Tensor:
+        """A copy of logits [tokens, V], until the next one."""
+        if self._logits is None:
+            self._logits = logits.new_empty(MOST, logits.shape[1])
+        return self._logits[: len(logits)].copy_(logits)
+
+    def width(self, rows: Sequence[Row]) -> int:
+        """That of the smallest tables which have room for the pages of all rows."""
+        longest = max(len(row.pages) for row in rows)
+        return min(width for width in self.tables if width >= longest)
 
     def place(self, rows: Sequence[Row]) -> NDArray[np.int64]:
-        """Send up to MOST tokens, one after another. The positions of the rows' last ones."""
+        """Send up to MOST tokens, one after another, and the tables. The positions of the rows' last ones."""
         count = len(rows)
         tokens = [token for row in rows for token in row.tokens]
         lasts = np.array([row.start + len(row.tokens) - 1 for row in rows])
@@ -60,12 +94,7 @@ class StepInputs:
         numbers = self._numbers.host[1:3].view(np.int32)
         numbers[0, :count], numbers[1, :count] = [row.start for row in rows], lasts
         self._numbers.send()
-        changed = [place for place, row in enumerate(rows) if self._placed[place] != row.pages]
-        for place in changed:
-            pages = self._placed[place] = rows[place].pages
-            self._tables.host[place, : len(pages)] = pages
-        if changed:
-            self._tables.send()
+        self.tables[self.width(rows)].place(rows)
         return lasts
 
 
@@ -74,14 +103,14 @@ class PagedSteps:
 
     def __init__(self, step: Step, vocabulary: int, pages: int, longest: int, device: torch.device) -> None:
         """Tokens are drawn from the first `vocabulary`. A text has up to `longest` of them, in up to `pages` pages."""
-        self._inputs = StepInputs(pages, device)
+        self._memory = StepMemory(pages, device)
         results = torch.empty(MOST, RESULTS, dtype=torch.int32, pin_memory=True)
         self._drawn = DrawnTokens(results, [torch.cuda.Event()])  # type: ignore[no-untyped-call]
-        self._draws = DeviceDraws(vocabulary, longest, self._inputs.lasts, self._inputs.tokens, results)
+        self._draws = DeviceDraws(vocabulary, longest, self._memory.lasts, self._memory.tokens, results)
         self._sampler = TokenSampler(device, vocabulary, MOST)
         self._sampler.set_rows(self._draws.table)
-        self._work = partial(_decode, step, self._sampler, self._inputs)  # not self: a cycle
-        self._graphs: dict[tuple[int, int], Recorded] = {}
+        self._work = partial(_decode, step, self._sampler, self._memory)  # not self: a cycle
+        self._graphs: dict[tuple[int, int, int], Recorded] = {}
 
     def run(self, rows: Sequence[Row], draws: Mapping[int, Drawing]) -> tuple[Tensor, list[int]]:
         """Rows of one token, up to MOST, or one row of as many: their logits [tokens, V], until the next step; and what
@@ -90,10 +119,10 @@ class PagedSteps:
         count, tokens = len(rows), sum(len(row.tokens) for row in rows)
         bucket = next(size for size in BUCKETS if size >= count)
         each = next(size for size in LENGTHS if size * count >= tokens)
-        lasts = self._inputs.place([*rows, *[rows[-1]] * (bucket - count)])  # the same row again writes the same
+        lasts = self._memory.place([*rows, *[rows[-1]] * (bucket - count)])  # the same row again writes the same
         if self._draws.prepare(rows, draws):
             self._sampler.set_rows(self._draws.table)
-        logits = self._graph(bucket, each)()
+        logits = self._graph(bucket, each, self._memory.width(rows))()
         self._drawn.record(0)
         self._drawn.wait(0)
         drawn: list[int] = self._drawn.tokens[np.arange(count), (lasts[:count] + 1) % RESULTS].tolist()
@@ -102,23 +131,24 @@ class PagedSteps:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compile every kernel that these steps need. ModelError where one does not compile."""
-        sizes = [*((size, 1) for size in BUCKETS), *((1, each) for each in LENGTHS)]
-        compile_for(lambda: [self._work(*size) for size in sizes], silent)
+        sizes = [*((size, 1) for size in BUCKETS), *((1, each) for each in LENGTHS[1:])]
+        compile_for(lambda: [self._work(*size, width) for size in sizes for width in self._memory.tables], silent)
 
-    def _graph(self, sequences: int, each: int) -> Recorded:
-        """Steps of so many sequences with so many tokens each."""
-        key = sequences, each
+    def _graph(self, sequences: int, each: int, width: int) -> Recorded:
+        """Steps of so many sequences with so many tokens each, and tables of that width."""
+        key = sequences, each, width
         if key not in self._graphs:
             pool = next((graph.pool for graph in self._graphs.values()), None)
-            self._graphs[key] = Recorded(partial(self._work, sequences, each), pool)
+            self._graphs[key] = Recorded(partial(self._work, *key), pool)
         return self._graphs[key]
 
 
-def _decode(step: Step, sampler: TokenSampler, inputs: StepInputs, sequences: int, each: int) -> Tensor:
-    firsts, lasts = inputs.firsts[:sequences], inputs.lasts[:sequences]
-    logits = step(inputs.tokens[: sequences * each], firsts, lasts, inputs.tables[:sequences])
+def _decode(step: Step, sampler: TokenSampler, memory: StepMemory, sequences: int, each: int, width: int) -> Tensor:
+    firsts, lasts = memory.firsts[:sequences], memory.lasts[:sequences]
+    tables = memory.tables[width].device[:sequences]
+    logits = step(memory.tokens[: sequences * each], firsts, lasts, tables)
     if each == 1:
         sampler.queue(logits)
     else:  # in a rehearsal the positions may be any
         sampler.queue(logits.index_select(0, (lasts - firsts).clamp(0, each - 1)))
-    return logits
+    return memory.keep(logits)

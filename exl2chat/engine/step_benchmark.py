@@ -65,7 +65,8 @@ def measure_steps(model: Transformer, bandwidth: float, work: Workload, progress
     else:
         cache.storage.random_(0, 60)  # any codes, and scales below 1
     rows = [*_prompts(model, cache, work, progress), *_steps(model, cache, bandwidth, work, progress)]
-    rows += measure_jobs(model, cache, work.jobs, bandwidth, progress)
+    if work.jobs:
+        rows += measure_jobs(model, cache, work.jobs, bandwidth, progress)
     if work.turns:
         ceilings = _prompt_ceiling(model, CONVERSATION), _step_ceiling(model, cache, CONVERSATION, bandwidth)
         rows += measure_turns(model, cache, ceilings, progress)

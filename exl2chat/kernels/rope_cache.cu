@@ -8,7 +8,7 @@
 //           turning  see rope.cuh
 //           position [1] int32: where the first of the tokens goes; pages [most] int32: page i of the sequence is page
 //                    pages[i] of the cache, or 0 where they follow one another; last [1] int32: the position of the
-//                    last token, behind which keys and values are not written, or 0
+//                    last token, or 0: queries behind it are turned as that one, keys and values not written
 //           q        [T, H, D] float16, rotated as the keys are where the cache is quantised
 //           cache    CACHE_BITS = 16: [2, G, S, D] float16, keys before values; 4, 6, 8: [2, G, S / 16] tiles
 //                    (cache.cuh). `stride`: bytes from group to group
@@ -57,7 +57,7 @@ __device__ __forceinline__ void rope_cache(const T* qkv, int parts, const Turnin
     release_successor();
     await_predecessor();
     if (head >= all) return;
-    const int place = *position + row;
+    const int last = to.last ? *to.last : *position + row, place = min(*position + row, last);
     const size_t stride = (size_t)gridDim.y * all * HEAD_DIM;
     qkv += ((size_t)row * all + head) * HEAD_DIM;
     Head<HEAD_DIM> h;
@@ -66,7 +66,7 @@ __device__ __forceinline__ void rope_cache(const T* qkv, int parts, const Turnin
     add_rest(h, qkv, parts, stride);
     turn_head(h, turning, v[warp]);
     if (CACHE_BITS < 16) rotate<HEAD_DIM>(h.x);
-    if (head < heads || !to.last || place <= *to.last) store(h.x, to, head, heads, row, place);
+    if (head < heads || *position + row <= last) store(h.x, to, head, heads, row, place);
 }
 
 #define ROPE_CACHE(name, T)                                                                                \

@@ -7,6 +7,7 @@ import torch
 
 from exl2chat.kernels import load
 from exl2chat.ops.packed import Weight
+from exl2chat.ops.recording import record
 from exl2chat.ops.tiled import Tiled, TiledWeight, arrange, join
 from exl2chat.ops.tiles import QUAD, STRIP, TILE, find_runs
 
@@ -122,9 +123,7 @@ def time_graph(work: Callable[[], object]) -> float:
     with torch.cuda.stream(stream):
         work()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        work()
+    graph, _ = record(work, stream=stream)
     times: list[float] = []
     for _ in range(REPEATS + 3):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from exl2chat.engine.device_penalties import count_window
 from exl2chat.engine.device_steps import RESULTS
 from exl2chat.engine.embeddings import InputEmbeddings
 from exl2chat.engine.executor import Executor
-from exl2chat.engine.paged_steps import MOST, StepInputs
+from exl2chat.engine.paged_steps import MOST, StepMemory
 from exl2chat.engine.scheduler import Row, StepPlan
 from exl2chat.settings import Sampling
 from tests.engine.tiny_models import byte_model
@@ -27,23 +27,35 @@ def row(job: int, start: int, *tokens: int, pages: tuple[int, ...] = (0,)) -> Ro
 
 
 def test_a_step_is_sent_its_rows() -> None:
-    inputs = StepInputs(3, CPU)
+    inputs = StepMemory(3, CPU)
+    assert list(inputs.tables) == [1, 3]
     lasts = inputs.place([row(7, 260, 1, 2, pages=(4, 9)), row(8, 3, 5, pages=(2,))])
     assert lasts.tolist() == [261, 3]
     assert inputs.tokens[:3].tolist() == [1, 2, 5]
     assert (inputs.firsts[:2].tolist(), inputs.lasts[:2].tolist()) == ([260, 3], [261, 3])
-    assert inputs.tables[:2].tolist() == [[4, 9, 0], [2, 0, 0]]
-    assert (inputs.firsts.dtype, inputs.lasts.dtype, inputs.tables.dtype) == (torch.int32,) * 3
+    assert inputs.tables[3].device[:2].tolist() == [[4, 9, 0], [2, 0, 0]]
+    assert (inputs.firsts.dtype, inputs.lasts.dtype, inputs.tables[3].device.dtype) == (torch.int32,) * 3
 
 
 def test_page_tables_are_sent_where_they_changed() -> None:
-    inputs = StepInputs(2, CPU)
+    inputs = StepMemory(2, CPU)
+    narrow, wide = inputs.tables[1].device, inputs.tables[2].device
     inputs.place([row(0, 9, 1, pages=(3,)), row(1, 9, 1, pages=(4,))])
-    inputs.tables.fill_(-1)
+    assert narrow[:2].tolist() == [[3], [4]]
+    narrow.fill_(-1)
     inputs.place([row(0, 10, 1, pages=(3,)), row(1, 10, 1, pages=(4,))])
-    assert bool((inputs.tables == -1).all())
+    assert bool((narrow == -1).all())
     inputs.place([row(0, 11, 1, pages=(3,)), row(2, 600, 1, pages=(5, 6))])
-    assert inputs.tables[:2].tolist() == [[3, 0], [5, 6]]
+    assert wide[:2].tolist() == [[3, 0], [5, 6]]
+    assert bool((narrow == -1).all())
+
+
+def test_the_logits_of_all_steps_are_kept_in_one_place() -> None:
+    memory = StepMemory(2, CPU)
+    many = memory.keep(torch.arange(6.0).view(3, 2))
+    assert many.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert memory.keep(torch.tensor([[7.0, 8.0]])).data_ptr() == many.data_ptr()
+    assert many.tolist() == [[7, 8], [2, 3], [4, 5]]
 
 
 def draws() -> DeviceDraws:
