@@ -18,7 +18,7 @@ class Filter(Protocol):
     """What a filter has to have; it must say the same whenever it is fed the same.
 
     `next` returns the ids that may come next, None for all, and the ids that complete the reply. A filter may have
-    `can_mask_logits`, `prepare_logit_mask` and `mask_logits` too: then logits are masked and `next` is not called.
+    `can_mask_logits`, `prepare_logit_mask` and `mask_logits` (of logits [V]) too: then `next` is not called.
     """
 
     def clone(self) -> Self: ...
@@ -59,18 +59,24 @@ class FilterConstraint:
     def _current(self) -> NDArray[np.bool_]:
         """The mask of this state, asked for once: a filter may change by being asked."""
         if self._mask is None:
-            self._mask = self._masked_logits() if self._masks_logits() else self._allowed()
+            masked = self._masked_logits() if self._masks_logits() else None
+            self._mask = self._allowed() if masked is None else masked
         return self._mask
 
     def _masks_logits(self) -> bool:
         can = getattr(self._rule, "can_mask_logits", None)  # the filters of other packages are older than it
         return can is not None and bool(can())
 
-    def _masked_logits(self) -> NDArray[np.bool_]:
-        logits = torch.zeros(1, 1, self._table.size)
+    def _masked_logits(self) -> NDArray[np.bool_] | None:
+        """None where the filter cannot do it here: Formatron's pins memory, for which there must be a GPU, and its
+        copies lack what they would need."""
+        logits = torch.zeros(self._table.size)
         self._rule.prepare_logit_mask()  # type: ignore[attr-defined]
-        masked: torch.Tensor = self._rule.mask_logits(logits)  # type: ignore[attr-defined]
-        allowed: NDArray[np.bool_] = (masked.reshape(-1) > MASKED).numpy()
+        try:
+            masked: torch.Tensor = self._rule.mask_logits(logits)  # type: ignore[attr-defined]
+        except (RuntimeError, AttributeError):
+            return None
+        allowed: NDArray[np.bool_] = (masked > MASKED).numpy()
         return allowed
 
     def _allowed(self) -> NDArray[np.bool_]:

@@ -5,7 +5,15 @@ is an error as soon as it is set to anything that would matter; none is ignored.
 `ExLlamaV2Config.device` and `.dtype` take the values of `--device` and `--dtype`.
 """
 
-from exl2chat.exllamav2.cache import ExLlamaV2Cache
+from exl2chat.exllamav2 import model_init
+from exl2chat.exllamav2.absent import ExLlamaV2Cache_TP, ExLlamaV2VisionTower
+from exl2chat.exllamav2.cache import (
+    ExLlamaV2Cache,
+    ExLlamaV2Cache_8bit,
+    ExLlamaV2Cache_Q4,
+    ExLlamaV2Cache_Q6,
+    ExLlamaV2Cache_Q8,
+)
 from exl2chat.exllamav2.config import ExLlamaV2Config
 from exl2chat.exllamav2.install import install
 from exl2chat.exllamav2.lora import ExLlamaV2Lora
@@ -13,4 +21,19 @@ from exl2chat.exllamav2.model import ExLlamaV2
 from exl2chat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exl2chat.exllamav2.util import Timer
 
-__all__ = ["ExLlamaV2", "ExLlamaV2Cache", "ExLlamaV2Config", "ExLlamaV2Lora", "ExLlamaV2Tokenizer", "Timer", "install"]
+__all__ = [
+    "ExLlamaV2",
+    "ExLlamaV2Cache",
+    "ExLlamaV2Cache_8bit",
+    "ExLlamaV2Cache_Q4",
+    "ExLlamaV2Cache_Q6",
+    "ExLlamaV2Cache_Q8",
+    "ExLlamaV2Cache_TP",
+    "ExLlamaV2Config",
+    "ExLlamaV2Lora",
+    "ExLlamaV2Tokenizer",
+    "ExLlamaV2VisionTower",
+    "Timer",
+    "install",
+    "model_init",
+]

@@ -1,17 +1,19 @@
-"""`ExLlamaV2Cache`: keys and values of one sequence."""
+"""`ExLlamaV2Cache` and its relatives: keys and values, as attention computes or in fewer bits."""
 
+from dataclasses import replace
 from functools import cached_property
 
-from exl2chat.engine.cache import KVCache
+from exl2chat.engine.cache import BITS, PAGE, KVCache
 from exl2chat.errors import UsageError
 from exl2chat.exllamav2.model import ExLlamaV2
 from exl2chat.exllamav2.unsupported import refuse_set, unsupported
 
 
 class ExLlamaV2Cache:
-    """Room for `max_seq_len` tokens (-1: the config's). A `lazy` one takes memory at load_autosplit or first use."""
+    """Room for `batch_size` sequences of `max_seq_len` tokens (-1: the config's). A `lazy` one takes memory at
+    load_autosplit or first use."""
 
-    batch_size = 1
+    bits = BITS["fp16"]
 
     def __init__(
         self,
@@ -23,24 +25,30 @@ class ExLlamaV2Cache:
         num_key_value_heads: int | None = None,
         fixed_device: int | None = None,
     ) -> None:
-        if batch_size != 1:
-            raise unsupported(f"ExLlamaV2Cache: batch_size {batch_size}")
         refuse_set("ExLlamaV2Cache", copy_from=copy_from, num_key_value_heads=num_key_value_heads)
         if fixed_device is not None:
             raise unsupported("ExLlamaV2Cache: fixed_device")
+        self.batch_size = batch_size
         self.max_seq_len = model.config.max_seq_len if max_seq_len == -1 else max_seq_len
-        if self.max_seq_len < 1:
+        if self.max_seq_len < 1 or batch_size < 1:
             raise UsageError(
-                f"ExLlamaV2Cache: max_seq_len {max_seq_len}", "it is at least 1, or -1 for the model's own"
+                f"ExLlamaV2Cache: max_seq_len {max_seq_len}, batch_size {batch_size}",
+                "they are at least 1; max_seq_len may be -1 for the model's own",
             )
         self._model = model
         if not lazy:
             self.reset()
 
+    @property
+    def capacity(self) -> int:
+        """Tokens of all sequences together, each of which has pages of its own."""
+        pages = -(-self.max_seq_len // PAGE)
+        return self.max_seq_len if self.batch_size == 1 else self.batch_size * pages * PAGE
+
     @cached_property
     def kv(self) -> KVCache:
-        """The cache of the engine. ModelError when the model is not loaded."""
-        return self._model.transformer.new_cache(self.max_seq_len)
+        """The cache of the engine: the memory of all sequences, in pages. ModelError when the model is not loaded."""
+        return replace(self._model.transformer, cache_bits=self.bits).new_cache(self.capacity)
 
     @property
     def current_seq_len(self) -> int:
@@ -60,3 +68,25 @@ class ExLlamaV2Cache:
     def footprint(self) -> list[int]:
         """Bytes, one number per device."""
         return [self.kv.nbytes]
+
+
+class ExLlamaV2Cache_Q8(ExLlamaV2Cache):
+    """Keys and values in 8 bits."""
+
+    bits = BITS["q8"]
+
+
+class ExLlamaV2Cache_Q6(ExLlamaV2Cache):
+    """Keys and values in 6 bits."""
+
+    bits = BITS["q6"]
+
+
+class ExLlamaV2Cache_Q4(ExLlamaV2Cache):
+    """Keys and values in 4 bits."""
+
+    bits = BITS["q4"]
+
+
+class ExLlamaV2Cache_8bit(ExLlamaV2Cache_Q8):
+    """What the reference keeps in FP8 is kept as Q8 here: as large, and closer."""

@@ -15,7 +15,8 @@ class ExLlamaV2Config:
     """Given a folder, it is read at once; otherwise set `model_dir` and call `prepare`.
 
     Fields that choose among the reference's kernels or bound its buffers (no_*, max_attention_size, max_output_len,
-    max_dq_size) are accepted and change nothing: results here do not depend on them. `device`, `dtype` are additions.
+    max_batch_size, max_dq_size) are accepted and change nothing: results here do not depend on them. `device` and
+    `dtype` are additions.
     """
 
     model_dir: str | Path | None = None
@@ -24,8 +25,8 @@ class ExLlamaV2Config:
     max_attention_size: int = 2048**2
     max_output_len: int | None = None
     max_seq_len: int = 2048
-    scale_pos_emb: float = 1.0
-    scale_alpha_value: float = 1.0
+    scale_pos_emb: float | None = 1.0
+    scale_alpha_value: float | None = 1.0
     no_flash_attn: bool = False
     no_xformers: bool = False
     no_sdpa: bool = False
@@ -70,14 +71,12 @@ class ExLlamaV2Config:
     def checkpoint(self) -> Checkpoint:
         """The model on disk with the RoPE scaling of this config. UsageError for what is not supported."""
         refuse_set("ExLlamaV2Config", load_in_q4=self.load_in_q4)
-        if self.max_batch_size != 1:
-            raise unsupported(f"ExLlamaV2Config: max_batch_size {self.max_batch_size}")
         self.prepared()
         checkpoint = open_checkpoint(Path(self.model_dir or ""))
         return replace(checkpoint, config=self._scaled(checkpoint.config))
 
     def _scaled(self, config: ModelConfig) -> ModelConfig:
-        linear, alpha = self.scale_pos_emb, self.scale_alpha_value
+        linear, alpha = self.scale_pos_emb or 1.0, self.scale_alpha_value or 1.0
         if linear == alpha == 1.0:
             return config
         if config.rope.kind != "default" or 1.0 not in (linear, alpha):

@@ -1,14 +1,17 @@
 """`ExLlamaV2`: the model object."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from queue import SimpleQueue
 from threading import Event
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.progress import Progress as RichProgress
 from torch import Tensor
 
+from exl2chat.engine.cache import BITS
 from exl2chat.engine.embeddings import check_prompt
 from exl2chat.engine.lora import with_adapters
 from exl2chat.engine.placement import candidate, choose_device, choose_dtype, plan_memory
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from exl2chat.exllamav2.cache import ExLlamaV2Cache
 
 Callback = Callable[[int, int], None]
+CallbackGen = Callable[[int, int], Iterable[Any]]
 
 
 class ExLlamaV2:
@@ -58,7 +62,20 @@ class ExLlamaV2:
     ) -> None:
         """Load everything. callback(done, total) is called as it proceeds; `progress` shows a bar instead."""
         refuse_set("ExLlamaV2.load", gpu_split=gpu_split, lazy=lazy, stats=stats, callback_gen=callback_gen)
-        self._load(0, callback, progress)
+        self._load(None, callback, progress)
+
+    def load_gen(
+        self,
+        gpu_split: list[float] | None = None,
+        lazy: bool = False,
+        stats: bool = False,
+        callback: Callback | None = None,
+        callback_gen: CallbackGen | None = None,
+        progress: bool = False,
+    ) -> Iterator[Any]:
+        """`load`, and what callback_gen(done, total) yields as it proceeds."""
+        refuse_set("ExLlamaV2.load_gen", gpu_split=gpu_split, lazy=lazy, stats=stats, progress=progress)
+        return _told(lambda tell: self._load(None, tell, False), callback, callback_gen)
 
     def load_autosplit(
         self,
@@ -74,21 +91,40 @@ class ExLlamaV2:
         last_id_only shrinks the reference's trial run; there is none here.
         """
         refuse_set("ExLlamaV2.load_autosplit", reserve_vram=reserve_vram, callback_gen=callback_gen)
-        self._load(cache.max_seq_len, callback, progress)
-        cache.reset()
+        self._load(cache, callback, progress)
 
-    def _load(self, context: int, callback: Callback | None, progress: bool) -> None:
+    def load_autosplit_gen(
+        self,
+        cache: "ExLlamaV2Cache",
+        reserve_vram: int | list[int] | None = None,
+        last_id_only: bool = False,  # noqa: ARG002
+        callback: Callback | None = None,
+        callback_gen: CallbackGen | None = None,
+        progress: bool = False,
+    ) -> Iterator[Any]:
+        """`load_autosplit`, and what callback_gen(done, total) yields as it proceeds."""
+        refuse_set("ExLlamaV2.load_autosplit_gen", reserve_vram=reserve_vram, progress=progress)
+        return _told(lambda tell: self._load(cache, tell, False), callback, callback_gen)
+
+    def load_tp(self, *args: object, **kwargs: object) -> None:  # noqa: ARG002
+        """UsageError: a model runs on one device."""
+        raise UsageError("ExLlamaV2.load_tp: tensor parallelism is not supported", "call load_autosplit, on one device")
+
+    def _load(self, cache: "ExLlamaV2Cache | None", callback: Callback | None, progress: bool) -> None:
         if callback is not None and progress:
             raise UsageError("a callback and progress=True exclude each other", "choose one")
         checkpoint = self.config.checkpoint()
         device = choose_device(self.config.device)
         dtype = choose_dtype(self.config.dtype, device)
-        plan_memory(candidate(checkpoint, device, dtype), device, dtype, context)
+        bits, context = (cache.bits, cache.capacity) if cache else (BITS["fp16"], 0)
+        plan_memory(candidate(checkpoint, device, dtype, bits), device, dtype, context)
         if progress:
             with RichProgress(transient=True) as bar:
                 self._transformer = Transformer.load(checkpoint, device, dtype, _bar_progress(bar))
         else:
             self._transformer = Transformer.load(checkpoint, device, dtype, _callback_progress(callback))
+        if cache is not None:
+            cache.reset()
 
     def unload(self) -> None:
         """Forget the weights."""
@@ -141,6 +177,22 @@ class ExLlamaV2:
             return None
         result = logits[-1] if last_only else torch.cat(logits)
         return (result.cpu() if cpu_logits else result).unsqueeze(0)
+
+
+def _told(
+    load: Callable[[Callback], None], callback: Callback | None, callback_gen: CallbackGen | None
+) -> Iterator[Any]:
+    """Load in a thread, and yield here what `callback_gen` has to say of every step."""
+    steps: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
+    with ThreadPoolExecutor(1) as thread:
+        loading = thread.submit(load, lambda *step: steps.put(step))
+        loading.add_done_callback(lambda _: steps.put(None))
+        for step in iter(steps.get, None):
+            if callback is not None:
+                callback(*step)
+            if callback_gen is not None:
+                yield from callback_gen(*step)
+        loading.result()
 
 
 def _callback_progress(callback: Callback | None) -> Progress:

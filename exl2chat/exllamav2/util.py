@@ -1,7 +1,10 @@
 """Small things that scripts for exllamav2 use."""
 
 import time
-from typing import Self
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+from torch import Tensor
 
 
 class Timer:
@@ -15,3 +18,20 @@ class Timer:
 
     def __exit__(self, *raised: object) -> None:
         self.interval = time.perf_counter() - self._start
+
+
+@dataclass(frozen=True, slots=True)
+class SeqTensor:
+    """Ids of a job."""
+
+    ids: Tensor
+
+    def torch(self) -> Tensor:
+        """int64 [1, n]."""
+        return self.ids
+
+
+class JobSequence(NamedTuple):
+    """One of the texts that a job continues."""
+
+    input_ids: SeqTensor

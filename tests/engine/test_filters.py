@@ -62,7 +62,7 @@ class Masking(Balanced):
         allowed, _ = Balanced.next(self)
         masked = torch.full_like(logits, -torch.inf)
         inside = [token for token in allowed or [] if 0 <= token < TABLE.size]
-        masked[:, :, inside] = logits[:, :, inside]
+        masked[inside] = logits[inside]
         return masked
 
     def next(self) -> Any:

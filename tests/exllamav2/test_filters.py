@@ -53,7 +53,7 @@ def test_prefix_asks_for_its_text_and_then_for_nothing(
     prefixes: str | list[str], tokenizer: ExLlamaV2Tokenizer
 ) -> None:
     rule = ExLlamaV2PrefixFilter(None, tokenizer, prefixes)
-    tokens = tokenizer.tokenizer.encode_following("Sure: ")
+    tokens = tokenizer.native.encode_following("Sure: ")
     assert len(tokens) > 1
     for token in tokens:
         passed, ends = rule.next()
@@ -82,7 +82,7 @@ def test_filters_are_constraints_that_can_be_taken_back(
     constraint = FilterConstraint(tokenizer.token_table, make(tokenizer))
     constraint.begin()
     masks = [constraint.mask()]
-    tokens = tokenizer.tokenizer.encode_following("one two")
+    tokens = tokenizer.native.encode_following("one two")
     for token in tokens:
         constraint.advance(token)
         masks += [constraint.mask()] if not constraint.finished else []

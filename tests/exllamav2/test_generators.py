@@ -170,7 +170,7 @@ def test_what_ended_a_job_is_told(dynamic: ExLlamaV2DynamicGenerator) -> None:
     dynamic.enqueue([job(dynamic, PROMPTS[0], 15, stop_conditions=[condition]) for condition in (stop, text)])
     ends = {r["serial"]: r for r in drain(dynamic) if r["eos"]}
     assert (ends[1]["eos_reason"], ends[1]["eos_triggering_token_id"]) == ("stop_token", stop)
-    assert ends[1]["eos_triggering_token_str"] == dynamic.tokenizer.tokenizer.token_of(stop)
+    assert ends[1]["eos_triggering_token_str"] == dynamic.tokenizer.native.token_of(stop)
     assert (ends[2]["eos_reason"], ends[2]["eos_triggering_string"]) == ("stop_string", text)
     assert ends[2]["held"]["text"].startswith(text)
     assert ends[2]["held"]["token_ids"].shape[0] == 1

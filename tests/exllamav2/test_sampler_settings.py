@@ -261,9 +261,9 @@ def test_a_draw_names_what_it_cannot_do(name: str, tokenizer: ExLlamaV2Tokenizer
 def test_the_default_tokens_of_dry_and_xtc_are_those_of_the_vocabulary(tokenizer: ExLlamaV2Tokenizer) -> None:
     full_stop, line_feed = (tokenizer.encode(text)[0, -1].item() for text in (".", "\n"))
     breakers = ExLlamaV2Sampler.get_dry_default_sequence_breaker_tokens(tokenizer)
-    assert {full_stop, line_feed, *tokenizer.tokenizer.special_ids} <= breakers
+    assert {full_stop, line_feed, *tokenizer.native.special_ids} <= breakers
     kept = ExLlamaV2Sampler.get_default_xtc_mask_tokens(tokenizer)
-    assert {line_feed, *tokenizer.tokenizer.special_ids} <= kept
+    assert {line_feed, *tokenizer.native.special_ids} <= kept
     assert full_stop not in kept
 
 

@@ -27,8 +27,9 @@ class Completion:
 class BaseGenerator:
     """Writes the replies of some jobs side by side. Those for which the cache has no room yet wait for the others."""
 
-    def __init__(self, model: Transformer, cache: KVCache, tokenizer: Tokenizer) -> None:
-        self._capacity = cache.capacity
+    def __init__(self, model: Transformer, cache: KVCache, tokenizer: Tokenizer, longest: int | None = None) -> None:
+        """No text with its reply is longer than `longest` tokens, by default what the cache holds."""
+        self._capacity = longest or cache.capacity
         self._jobs = DynamicGenerator(model, cache, tokenizer)
         self.completions: list[Completion] = []
 
@@ -37,7 +38,7 @@ class BaseGenerator:
         self._jobs.warm_up()
 
     def full(self) -> bool:
-        """Whether one of the last texts has reached the end of the cache."""
+        """Whether one of the last texts is as long as one may be."""
         return any(len(completion.tokens) >= self._capacity for completion in self.completions)
 
     def set_adapters(self, adapters: Sequence[Scaled]) -> None:

@@ -118,6 +118,7 @@ class StreamingGenerator:
         draft_cache: KVCache | None = None,
         num_speculative_tokens: int = MOST_DRAFTS,
         speculate: Speculate = "auto",
+        known: Sequence[int] = (),
     ) -> None:
         """Up to `num_speculative_tokens` are drafted at a time, as `speculate` says (`drafting.choose_drafter`). The
         draft model's cache, by default one as long as `cache`, is used by nobody else. UsageError for a draft model
@@ -129,7 +130,7 @@ class StreamingGenerator:
         self._size = self._language.size
         if draft_model is not None and draft_cache is None:
             draft_cache = draft_model.new_cache(cache.capacity)
-        drafter = choose_drafter(speculate, model, draft_model, draft_cache, self._size)
+        drafter = choose_drafter(speculate, model, draft_model, draft_cache, self._size, known)
         self._decoder = Decoder(model, cache, self._size, drafter, num_speculative_tokens)
         self._conditions = StopConditions(tokenizer.eos_ids)
         self._reply: _Reply | None = None

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Sequence
 from threading import Event
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from exl2chat.engine.generators.jobs import Job
 from exl2chat.engine.stopping import StopConditions
 from exl2chat.exllamav2.cache import ExLlamaV2Cache
 from exl2chat.exllamav2.embedding import Embeddings, encode_prompt, marks_of_prompts
+from exl2chat.exllamav2.generator.filters import ExLlamaV2Filter
 from exl2chat.exllamav2.generator.requests import engine_constraint, engine_settings, is_set
 from exl2chat.exllamav2.generator.sampler import ExLlamaV2Sampler
 from exl2chat.exllamav2.lora import Loras, scaled_loras
@@ -30,7 +30,7 @@ class ExLlamaV2BaseGenerator:
 
     def __init__(self, model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer) -> None:
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
-        self._generator = BaseGenerator(model.transformer, cache.kv, tokenizer.tokenizer)
+        self._generator = BaseGenerator(model.transformer, cache.kv, tokenizer.native, cache.max_seq_len)
 
     def warmup(self) -> None:
         """Write a few tokens, so that the first reply is as fast as the others."""
@@ -55,7 +55,7 @@ class ExLlamaV2BaseGenerator:
         abort_event: Event | None = None,
         input_embeddings: Embeddings = None,
         completion_only: bool = False,
-        filters: list[Any] | None = None,
+        filters: Sequence[ExLlamaV2Filter] | None = None,
         filter_prefer_eos: bool = False,
     ) -> str | list[str]:
         """The text of the prompt and up to `num_tokens` tokens more; a list for a list, of which each is a sequence of
@@ -76,11 +76,12 @@ class ExLlamaV2BaseGenerator:
         for number, (text, marks) in enumerate(zip(texts, all_marks, strict=True)):
             own = None if seed is None else seed + number
             sampling, guidance, hooks = engine_settings(gen_settings, own)
-            ids = encode_prompt(self.tokenizer.tokenizer, text, marks, encode_special_tokens, add_bos)
+            ids = encode_prompt(self.tokenizer.native, text, marks, encode_special_tokens, add_bos)
             job = Job(
                 (ids,), num_tokens, sampling, StopConditions(stops), guidance=guidance, heal=token_healing,
-                constraint=engine_constraint(filters, self.tokenizer), prefer_end=filter_prefer_eos,
-                special=decode_special_tokens, hooks=hooks, embeddings=tuple(marks.values()),
+                constraint=engine_constraint(filters or gen_settings.filters, self.tokenizer),
+                prefer_end=filter_prefer_eos, special=decode_special_tokens, hooks=hooks,
+                embeddings=tuple(marks.values()),
             )  # fmt: skip
             jobs.append(job)
         done = self._generator.generate(jobs, is_set(abort_event))

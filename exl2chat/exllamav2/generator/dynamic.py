@@ -23,6 +23,7 @@ from exl2chat.exllamav2.lora import Loras, scaled_loras
 from exl2chat.exllamav2.model import ExLlamaV2
 from exl2chat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exl2chat.exllamav2.unsupported import refuse_set, unsupported
+from exl2chat.exllamav2.util import JobSequence, SeqTensor
 
 Prompt = str | tuple[str, str]
 DEFAULT_SKIPS = 4
@@ -64,15 +65,21 @@ class ExLlamaV2DynamicJob:
         if isinstance(banned_strings, str):
             raise UsageError("banned_strings is one text: each of its letters would be banned", "give a list of texts")
         self.identifier = identifier
-        self._filters = filters
+        settings = gen_settings or ExLlamaV2Sampler.Settings()
+        self._filters = filters or settings.filters
         prompts = [input_ids] if isinstance(input_ids, Tensor) else input_ids
-        sampling, guidance, hooks = engine_settings(gen_settings or ExLlamaV2Sampler.Settings(), seed)
+        sampling, guidance, hooks = engine_settings(settings, seed)
         self._job = Job(
             tuple(map(row_of, prompts)), max_new_tokens, sampling, StopConditions.of(stop_conditions or ()),
             min_new_tokens, guidance, token_healing, tuple(banned_strings or ()), None, filter_prefer_eos,
             decode_special_tokens, return_top_tokens, return_probs, return_logits, hooks,
             embeddings=tuple(marks_of(embeddings).values()),
         )  # fmt: skip
+
+    @property
+    def sequences(self) -> list[JobSequence]:
+        """Its prompts."""
+        return [JobSequence(SeqTensor(torch.tensor([prompt]))) for prompt in self._job.prompts]
 
     def get_max_seq_len(self) -> int:
         """Tokens of the longest sequence that this job can lead to."""
@@ -125,7 +132,7 @@ class ExLlamaV2DynamicGenerator:
         self.engine = DynamicGenerator(
             model.transformer,
             cache.kv,
-            tokenizer.tokenizer,
+            tokenizer.native,
             Limits(batch=batch, queue=MANY, chunk=chunk, drafts=drafts),
             draft_model.transformer if draft_model else None,
             draft_cache.kv if draft_cache else None,
@@ -234,7 +241,7 @@ class ExLlamaV2DynamicGenerator:
             texts = [text] if isinstance(text, str) else text
             marks = marks_of(own_embeddings[number])
             ids = [
-                torch.tensor(encode_prompt(self.tokenizer.tokenizer, each, marks, encode_special_tokens, add_bos))
+                torch.tensor(encode_prompt(self.tokenizer.native, each, marks, encode_special_tokens, add_bos))
                 for each in texts
             ]
             job = ExLlamaV2DynamicJob(

@@ -16,6 +16,7 @@ from exl2chat.exllamav2.generator.filters import constraint_of
 from exl2chat.exllamav2.generator.hooks import engine_hook
 from exl2chat.exllamav2.generator.sampler import ExLlamaV2Sampler
 from exl2chat.exllamav2.tokenizer import MASKED, ExLlamaV2Tokenizer
+from exl2chat.exllamav2.unsupported import unsupported
 from exl2chat.settings import Sampling
 
 Hooks = tuple[Callable[[Choice], None], ...]
@@ -64,6 +65,18 @@ def attended(input_ids: Tensor, input_mask: Tensor | None, offsets: Tensor | Non
     places = [*seen[0].nonzero()[:, 0].tolist(), seen.shape[1]]
     positions = tuple(place - places[0] for place in places)
     return input_ids[:, seen[0]], positions if positions[-1] >= len(positions) else ()
+
+
+def unpadded(input_ids: Tensor, input_mask: Tensor | None, offsets: Tensor | None) -> tuple[tuple[int, ...], ...]:
+    """The prompts of a batch [B, n], without what input_mask hides before them. Offsets [B, 1] change nothing."""
+    prompts = []
+    for at in range(len(input_ids)):
+        mask, offset = (None if each is None else each[at : at + 1] for each in (input_mask, offsets))
+        prompt, positions = attended(input_ids[at : at + 1], mask, offset)
+        if positions:
+            raise unsupported("an input_mask with gaps, with cfg_scale,")
+        prompts.append(row_of(prompt))
+    return tuple(prompts)
 
 
 def is_set(event: Event | None) -> Callable[[], bool]:

@@ -72,7 +72,7 @@ def _final(final: Final, tokenizer: ExLlamaV2Tokenizer) -> Record:
     }
     if final.token is not None:
         record["eos_triggering_token_id"] = final.token
-        record["eos_triggering_token_str"] = tokenizer.tokenizer.token_of(final.token)
+        record["eos_triggering_token_str"] = tokenizer.native.token_of(final.token)
     if final.string is not None:
         record["eos_triggering_string"] = final.string
     if final.drafted:

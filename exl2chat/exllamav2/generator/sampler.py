@@ -35,7 +35,7 @@ class ExLlamaV2Sampler:
 
         0 switches a truncation off, and 1 does too where that keeps everything. A dynamic temperature (max_temp above
         min_temp) takes the place of the fixed one. What DRY and mirostat remember is with each reply, not here:
-        ngram_trie, ngram_index and ngram_history are only there to be reset.
+        ngram_trie, ngram_index and ngram_history are only there to be reset. `filters` are those of calls without any.
         """
 
         token_repetition_penalty: float = 1.025
@@ -75,6 +75,7 @@ class ExLlamaV2Sampler:
         xtc_probability: float = 0.0
         xtc_threshold: float = 0.1
         xtc_ignore_tokens: Collection[int] | None = None
+        filters: Sequence[Any] | None = None
 
         @staticmethod
         def greedy(**kwargs: Any) -> "ExLlamaV2Sampler.Settings":

@@ -1,23 +1,30 @@
 """`ExLlamaV2StreamingGenerator`: a stream of one reply."""
 
-import random
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from threading import Event
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from exl2chat.engine.drafting import Speculate
+from exl2chat.engine.embeddings import InputEmbeddings
+from exl2chat.engine.generators.jobs import Job
 from exl2chat.engine.generators.streaming import Extras, StreamingGenerator, StreamResult
+from exl2chat.engine.stopping import StopConditions
+from exl2chat.errors import ContextError, UsageError
 from exl2chat.exllamav2.cache import ExLlamaV2Cache
 from exl2chat.exllamav2.embedding import Embeddings, spliced
 from exl2chat.exllamav2.generator.filters import ExLlamaV2Filter, constraint_of
-from exl2chat.exllamav2.generator.requests import attended
+from exl2chat.exllamav2.generator.job_stream import JobStream
+from exl2chat.exllamav2.generator.requests import attended, engine_settings, is_set, row_of, unpadded
 from exl2chat.exllamav2.generator.sampler import ExLlamaV2Sampler
 from exl2chat.exllamav2.lora import Loras, scaled_loras
 from exl2chat.exllamav2.model import ExLlamaV2
 from exl2chat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exl2chat.exllamav2.unsupported import refuse_set
+from exl2chat.settings import Sampling
 
 Begin = "ExLlamaV2StreamingGenerator.begin_stream_ex"
 
@@ -26,6 +33,7 @@ class ExLlamaV2StreamingGenerator:
     """Seeds come from Python's `random`, as in the reference: `random.seed(n)` makes replies repeat."""
 
     abort_event: Event | None = None
+    speculative_ngram_min, speculative_ngram_max, speculative_ngram_max_inf = 1, 5, 3  # changing them changes nothing
 
     def __init__(
         self,
@@ -36,33 +44,67 @@ class ExLlamaV2StreamingGenerator:
         draft_cache: ExLlamaV2Cache | None = None,
         num_speculative_tokens: int = 5,
     ) -> None:
-        """Stops at the EOS ids of config and tokenizer. num_speculative_tokens matters only with a draft model."""
+        """Stops at the EOS ids of config and tokenizer. num_speculative_tokens matters only with drafts."""
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
-        self._generator = StreamingGenerator(
-            model.transformer,
-            cache.kv,
-            tokenizer.tokenizer,
-            draft_model.transformer if draft_model else None,
-            draft_cache.kv if draft_cache else None,
-            num_speculative_tokens,
-            "draft" if draft_model else "off",
-        )
-        self._generator.set_stop_conditions(tokenizer.eos_ids)
+        self._drafts = draft_model, draft_cache, num_speculative_tokens
+        self._ngram, self._known = False, tuple[int, ...]()
         self._extras = Extras()
+        self._earlier = (0, 0, 0)
+        self._reply_tokens = 0
+        self._generator = self._make()
+        self._stream: StreamingGenerator | JobStream = self._generator
+        self.set_stop_conditions(tokenizer.eos_ids)
+
+    def _make(self) -> StreamingGenerator:
+        """Our generator, which drafts as is set."""
+        draft, cache, count = self._drafts
+        speculate: Speculate = "ngram" if self._ngram else "draft" if draft else "off"
+        return StreamingGenerator(
+            self.model.transformer, self.cache.kv, self.tokenizer.native, draft.transformer if draft else None,
+            cache.kv if cache else None, count, speculate, self._known,
+        )  # fmt: skip
 
     @property
     def sequence_ids(self) -> Tensor:
         """Prompt and reply so far, int64 [1, n]."""
-        return torch.tensor([self._generator.tokens], dtype=torch.int64)
+        return torch.tensor([self._stream.tokens], dtype=torch.int64)
 
     @property
     def speculative_ngram(self) -> bool:
-        """Drafting by n-grams: not supported yet."""
-        return False
+        """Whether what was there before is proposed as what follows, which changes no reply. What the cache holds is
+        read again when this changes."""
+        return self._ngram
 
     @speculative_ngram.setter
     def speculative_ngram(self, value: bool) -> None:
-        refuse_set("ExLlamaV2StreamingGenerator", speculative_ngram=value)
+        if value != self._ngram:
+            self._ngram = value
+            self._renew()
+
+    def ngram_preload(self, input_ids: Tensor) -> None:
+        """Drafts by n-grams may come from `input_ids` [1, n] too, a text of the kind that will be written."""
+        self._known = row_of(input_ids)
+        self._renew()
+
+    def _renew(self) -> None:
+        self._stream = self._generator = self._make()
+        self.set_stop_conditions([*self.stop_tokens, *self.stop_strings])
+
+    def reset_sd_stats(self) -> None:
+        """Count drafts from here on."""
+        self._earlier = (0, 0, 0)
+        tokens, drafted, accepted = self._counted()
+        self._earlier = (-tokens, -drafted, -accepted)
+
+    def get_sd_stats(self) -> tuple[float, float, int, int, int]:
+        """Since the last reset: accepted drafts as a share of the tokens, and of the drafts; then the three numbers."""
+        tokens, drafted, accepted = self._counted()
+        return accepted / max(tokens, 1), accepted / max(drafted, 1), tokens, drafted, accepted
+
+    def _counted(self) -> tuple[int, int, int]:
+        """Tokens, drafts and accepted drafts of the earlier replies and this one."""
+        (tokens, drafted, accepted), now = self._earlier, self._stream.speculated
+        return tokens + self._reply_tokens, drafted + now.drafted, accepted + now.accepted
 
     def warmup(self) -> None:
         """One forward pass, so that the first reply is as fast as the others."""
@@ -70,11 +112,13 @@ class ExLlamaV2StreamingGenerator:
 
     def full(self) -> bool:
         """Whether the sequence has reached the end of the cache."""
-        return len(self._generator.tokens) >= self.cache.max_seq_len
+        return len(self._stream.tokens) >= self.cache.max_seq_len
 
     def set_stop_conditions(self, stop_conditions: Collection[int | str]) -> None:
         """Token ids and strings that end a reply; ValueError on anything else. Replaces what held before."""
-        self._generator.set_stop_conditions(stop_conditions)
+        conditions = StopConditions.of(stop_conditions)
+        self.stop_tokens, self.stop_strings = set(conditions.ids), set(conditions.strings)
+        self._generator.set_stop_conditions([*self.stop_tokens, *self.stop_strings])
 
     def begin_stream(
         self,
@@ -124,31 +168,71 @@ class ExLlamaV2StreamingGenerator:
         one's text, and only what it adds to that is in a chunk. filter_prefer_eos: take an EOS token as soon as all
         filters let one pass. input_embeddings: `ExLlamaV2MMEmbedding`s whose ids are in the prompt; or a tensor [1, N,
         hidden], for whose rows ids from EMBEDDING_INDEX on stand there. input_mask, position_offsets: see `attended`;
-        what is hidden is no part of `sequence_ids` either.
+        what is hidden is no part of `sequence_ids` either. With cfg_scale there are two prompts [2, n], of which the
+        first is in `sequence_ids`, and a cache with a batch_size of 2.
         """
         refuse_set(Begin, **kwargs)
-        input_ids, positions = attended(input_ids, input_mask, position_offsets)
-        input_ids, embeddings = spliced(input_ids, input_embeddings)
+        self._earlier, self._reply_tokens = self._counted(), 0
         self.abort_event = abort_event
+        input_ids, embeddings = spliced(input_ids, input_embeddings)
+        adapters, abort = scaled_loras(loras), is_set(abort_event)
+        sampling, guidance, hooks = engine_settings(gen_settings, None)
         self._extras = Extras(
-            constraint=constraint_of(self.tokenizer, filters or ()),
+            constraint=constraint_of(self.tokenizer, filters or gen_settings.filters or ()),
             prefer_end=filter_prefer_eos,
             token_healing=token_healing,
             banned_strings=banned_strings or (),
             return_probabilities=return_probabilities,
             return_top_tokens=return_top_tokens,
             return_logits=return_logits,
+            hooks=hooks,
         )
+        if guidance is not None:
+            prompts = unpadded(input_ids, input_mask, position_offsets)
+            job = self._job(prompts, sampling, guidance, decode_special_tokens, embeddings)
+            self._stream = self._jobs
+            self._jobs.begin(job, adapters, abort)
+            return
+        input_ids, positions = attended(input_ids, input_mask, position_offsets)
+        self._stream = self._generator
         self._generator.begin_stream_ex(
             input_ids,
-            gen_settings.sampling(seed=random.getrandbits(63)),
-            abort=lambda: abort_event is not None and abort_event.is_set(),
+            sampling,
+            abort=abort,
             decode_special_tokens=decode_special_tokens,
             extras=self._extras,
-            adapters=scaled_loras(loras),
+            adapters=adapters,
             embeddings=embeddings,
             positions=positions,
         )
+
+    @cached_property
+    def _jobs(self) -> JobStream:
+        return JobStream(self.model, self.cache, self.tokenizer)
+
+    def _job(
+        self,
+        prompts: tuple[tuple[int, ...], ...],
+        sampling: Sampling,
+        guidance: float,
+        special: bool,
+        embeddings: tuple[InputEmbeddings, ...],
+    ) -> Job:
+        """A reply that two prompts guide. ContextError where the cache has no room for it."""
+        if len(prompts) > self.cache.batch_size:
+            raise UsageError(f"{len(prompts)} prompts in a cache for one", f"make it with batch_size={len(prompts)}")
+        extras, longest = self._extras, max(map(len, prompts))
+        room = self.cache.max_seq_len - longest - bool(extras.banned_strings)
+        if room < 1:
+            raise ContextError(
+                f"a prompt of {longest} tokens leaves no room in a cache for {self.cache.max_seq_len}", "shorten it"
+            )
+        stops = StopConditions(frozenset(self.stop_tokens), tuple(self.stop_strings))
+        return Job(
+            prompts, room, sampling, stops, 0, guidance, extras.token_healing, extras.banned_strings,
+            extras.constraint, extras.prefer_end, special, extras.return_top_tokens, extras.return_probabilities,
+            extras.return_logits, extras.hooks, continuing=False, embeddings=embeddings,
+        )  # fmt: skip
 
     def stream_ex(self, ban_tokens: list[int] | None = None, **kwargs: Any) -> dict[str, Any]:
         """One more token, which is none of `ban_tokens`.
@@ -159,7 +243,8 @@ class ExLlamaV2StreamingGenerator:
         Probabilities are those of what the settings leave.
         """
         refuse_set("ExLlamaV2StreamingGenerator.stream_ex", **kwargs)
-        result = self._generator.stream_ex(ban_tokens or ())
+        result = self._stream.stream_ex(ban_tokens or ())
+        self._reply_tokens = result.reply_tokens
         answer = {
             "chunk": result.text,
             "eos": result.eos,

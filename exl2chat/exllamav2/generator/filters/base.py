@@ -56,7 +56,7 @@ class ExLlamaV2Filter:
         raise NotImplementedError(f"{type(self).__name__} has no prepare_logit_mask()")
 
     def mask_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """`logits` [1, 1, V] with forbidden tokens at minus infinity; to be written where `can_mask_logits`."""
+        """`logits` [V] with forbidden tokens at minus infinity; to be written where `can_mask_logits`."""
         raise NotImplementedError(f"{type(self).__name__} has no mask_logits()")
 
 
