@@ -126,3 +126,17 @@ def test_a_report_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(gpu_report.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(gpu_report, "TESTS", tmp_path / "none")
     assert "clone" in refusal().remedy
+
+
+def test_how_each_test_ended_is_read_and_a_file_that_died_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    head = "import os, pytest\npytestmark = pytest.mark.gpu\n"
+    tests = "def test_good(): pass\ndef test_bad(): assert 0\ndef test_skipped(): pytest.skip()\n"
+    (tmp_path / "test_some.py").write_text(head + tests)
+    (tmp_path / "test_dead.py").write_text(head + "os._exit(1)\n")
+    (tmp_path / "test_last.py").write_text(head + "def test_alone(): pass\n")
+    monkeypatch.setattr(gpu_report, "TESTS", tmp_path)
+    monkeypatch.setattr(gpu_report, "ALONE", ("test_last.py",))
+    outcome = {"passed": 2, "failure": ["test_bad"], "error": ["test_dead.py"], "skipped": ["test_skipped"]}
+    assert gpu_report.run_tests() == outcome

@@ -113,8 +113,8 @@ def _attention_error(device: torch.device, window: int | None, cap: float | None
     ours, truth = (KVCache(config, 512, device, dtype, bits) for dtype in (torch.float16, torch.float32))
     worst = 0.0
     for count in (300, 1, 5):
-        qkv = torch.randn(count, (heads.queries + 2 * heads.groups) * heads.size, device=device).half()
         ours.reserve(count)
+        qkv = torch.randn(count, (heads.queries + 2 * heads.groups) * heads.size, device=device).half()
         attend = ops.attends(ours, count, heads, windows)[0]
         expect = reference.attends(truth, count, heads, windows)[0]
         worst = max(worst, relative(attend(qkv, None, NEXT), expect(qkv.float(), None, NEXT)))

@@ -177,8 +177,8 @@ def choose_drafter(
     size: int,
     known: Sequence[int] = (),
 ) -> Drafter | None:
-    """The drafter of one reply at a time: see `choose_drafts`. N-grams may be those of `known` too. Where a host draws
-    the tokens in any case, what a constraint forces is drafted as well."""
+    """The drafter of one reply at a time: see `choose_drafts`. N-grams may be those of `known` too. Where the host
+    draws the tokens in any case, what a constraint forces is drafted too."""
     kind = choose_drafts(speculate, model, draft, size)
     drafter: Drafter | None = SuffixDrafter(known) if kind == "ngram" else None
     if kind == "draft" and draft is not None and draft_cache is not None:

@@ -117,5 +117,8 @@ class PagedSteps:
 def _decode(step: Step, sampler: TokenSampler, inputs: StepInputs, sequences: int, each: int) -> Tensor:
     firsts, lasts = inputs.firsts[:sequences], inputs.lasts[:sequences]
     logits = step(inputs.tokens[: sequences * each], firsts, lasts, inputs.tables[:sequences])
-    sampler.queue(logits if each == 1 else logits.index_select(0, lasts - firsts))
+    if each == 1:
+        sampler.queue(logits)
+    else:  # in a rehearsal the positions may be any
+        sampler.queue(logits.index_select(0, (lasts - firsts).clamp(0, each - 1)))
     return logits

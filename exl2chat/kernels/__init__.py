@@ -67,7 +67,7 @@ class Kernel:
     defines: tuple[tuple[str, int], ...]
     _compiled: "_Compiled | None" = field(default=None, init=False)
 
-    def launch(self, grid: tuple[int, int], threads: int, shared: int, *arguments: Argument) -> None:
+    def launch(self, grid: tuple[int, ...], threads: int, shared: int, *arguments: Argument) -> None:
         """Queue it on torch's current stream: `grid` blocks of `threads`, `shared` bytes of dynamic shared memory.
 
         MemoryError where the GPU has no room for it. In a rehearsal it is only noted.
@@ -82,7 +82,7 @@ class Kernel:
         cells = [_cell(argument) for argument in arguments]
         addresses = (ctypes.c_void_p * len(cells))(*(address for address, _ in cells))
         config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1)[:3]
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared
         config.hStream = driver.CUstream(torch._C._cuda_getCurrentRawStream(self.device))

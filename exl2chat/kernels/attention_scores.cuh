@@ -3,27 +3,28 @@
 #pragma once
 #include "attention.cuh"
 
-// What a warp knows of 8 queries: of a lane those of columns 2 (lane % 4) + {0, 1}; `sum` and `acc` of its own tokens
-// and values (Cache::dimension).
+// What a warp knows of the scores of 8 queries: of a lane those of columns 2 (lane % 4) + {0, 1}; `sum` of its own tokens.
 struct Running {
     float most[2], sum[2];
-    float acc[MTILES][4];
 };
 
 // c tanh(s / c) = c - 2 c / (exp(2 s / c) + 1), within 1e-6 c. tanhf is 80 instructions.
 __device__ __forceinline__ float soften(float s, float cap) {
-    return cap - 2 * cap * __fdividef(1, __expf(2 * s / cap) + 1);
+    return cap - __fdividef(2 * cap, exp2_fast(__fdividef(2 * LOG2E * s, cap)) + 1);
 }
 
-// The scores of 16 tokens and 8 queries in fragments: scaled, capped, and NOTHING where a query must not look; own: the
-// tokens that are the lane's two queries. Tokens that all may look at need no comparing.
+// The scores of 16 tokens and 8 queries in fragments: scaled, capped, to the base 2, and NOTHING where a query must not
+// look; own: the tokens that are the lane's two queries. Tokens that all may look at need no comparing.
 __device__ __forceinline__ void mask(float (&s)[4], const Problem& p, const Part& part, int token,
                                      const int (&own)[2]) {
+    const float scale = p.scale * Cache::UNIT;
+    if (p.cap > 0) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) s[i] *= p.scale;
-    if (p.cap > 0)
+        for (int i = 0; i < 4; i++) s[i] = LOG2E * soften(s[i] * scale, p.cap);
+    } else {
 #pragma unroll
-        for (int i = 0; i < 4; i++) s[i] = soften(s[i], p.cap);
+        for (int i = 0; i < 4; i++) s[i] *= LOG2E * scale;
+    }
     if (token + 16 > part.position || p.window > 0)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -33,81 +34,28 @@ __device__ __forceinline__ void mask(float (&s)[4], const Problem& p, const Part
 }
 
 // Every query's scores into weights, as right operands; its sums so far scaled to the new maximum.
-__device__ __forceinline__ void weigh(Running& r, float (&s)[TILES][4], u32 (&weights)[TILES][2]) {
-    float keep[2];
+__device__ __forceinline__ void weigh(Running& r, Cache::Sums& sums, float (&s)[4], u32 (&weights)[2]) {
+    float most[2], keep[2];
+#pragma unroll
+    for (int e = 0; e < 2; e++) most[e] = fmaxf(r.most[e], fmaxf(s[e], s[2 + e]));
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2)
+#pragma unroll
+        for (int e = 0; e < 2; e++) most[e] = fmaxf(most[e], __shfl_xor_sync(~0u, most[e], step));
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-        float most = NOTHING;
-#pragma unroll
-        for (int n = 0; n < TILES; n++) most = fmaxf(most, fmaxf(s[n][e], s[n][2 + e]));
-#pragma unroll
-        for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-        most = fmaxf(most, r.most[e]);
-        keep[e] = __expf(r.most[e] - most);
-        r.most[e] = most;
-        r.sum[e] *= keep[e];
-#pragma unroll
-        for (int n = 0; n < TILES; n++)
-#pragma unroll
-            for (int i = e; i < 4; i += 2) {
-                s[n][i] = s[n][i] > NOTHING ? __expf(s[n][i] - most) : 0;
-                r.sum[e] += s[n][i];
-            }
+        keep[e] = exp2_fast(r.most[e] - most[e]);
+        r.most[e] = most[e];
+        const float base = most[e] > NOTHING ? most[e] - Cache::LIFT : 0;
+        s[e] = exp2_fast(s[e] - base);
+        s[2 + e] = exp2_fast(s[2 + e] - base);
+        r.sum[e] = r.sum[e] * keep[e] + s[e] + s[2 + e];
     }
     if (__any_sync(~0u, keep[0] != 1 || keep[1] != 1))
 #pragma unroll
-        for (int m = 0; m < MTILES; m++)
+        for (int i = 0; i < (int)(sizeof(sums) / 4); i++) ((float*)&sums)[i] *= keep[i & 1];
 #pragma unroll
-            for (int i = 0; i < 4; i++) r.acc[m][i] *= keep[i & 1];
-#pragma unroll
-    for (int n = 0; n < TILES; n++)
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-            asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;"
-                         : "=r"(weights[n][i]) : "r"(pair(s[n][2 * i], s[n][2 * i + 1])));
-}
-
-// The products of a tile's keys with all queries. Even and odd steps are summed apart, so that products wait less for
-// each other.
-__device__ __forceinline__ void score(float (&s)[QTILES][TILES][4], const __half* queries, const u8* keys) {
-    float odd[QTILES][TILES][4] = {};
-#pragma unroll
-    for (int span = 0; span < Cache::SPANS; span++) {
-        u32 b[QTILES][4];
-#pragma unroll
-        for (int q = 0; q < QTILES; q++) Cache::queries(b[q], queries + q * 8 * Cache::PITCH, span);
-#pragma unroll
-        for (int n = 0; n < TILES; n++) {
-            u32 a[2][4];
-            Cache::keys(a, keys + n * Cache::HALF, span);
-#pragma unroll
-            for (int q = 0; q < QTILES; q++) {
-                multiply(s[q][n], a[0], b[q][0], b[q][1]);
-                if (2 * span + 1 < MTILES) multiply(odd[q][n], a[1], b[q][2], b[q][3]);
-            }
-        }
-    }
-#pragma unroll
-    for (int q = 0; q < QTILES; q++)
-#pragma unroll
-        for (int n = 0; n < TILES; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) s[q][n][i] += odd[q][n][i];
-}
-
-__device__ __forceinline__ void absorb(Running (&r)[QTILES], const u32 (&weights)[QTILES][TILES][2], const u8* values,
-                                       int valid) {
-#pragma unroll
-    for (int span = 0; span < Cache::SPANS; span++)
-#pragma unroll
-        for (int n = 0; n < TILES; n++) {
-            u32 a[2][4];
-            Cache::values(a, values + n * Cache::HALF, span, valid - 16 * n);
-#pragma unroll
-            for (int q = 0; q < QTILES; q++)
-#pragma unroll
-                for (int m = 0; m < 2; m++)
-                    if (2 * span + m < MTILES)
-                        multiply(r[q].acc[2 * span + m], a[m], weights[q][n][0], weights[q][n][1]);
-        }
+    for (int i = 0; i < 2; i++)
+        asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;"
+                     : "=r"(weights[i]) : "r"(pair(s[2 * i], s[2 * i + 1])));
 }

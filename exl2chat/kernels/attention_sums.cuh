@@ -5,11 +5,13 @@
 
 // Every warp's sums of `count` queries into shared memory, [WARPS][QUERIES][SUMS], and their (maximum, sum) into
 // `stats`.
-__device__ __forceinline__ void gather_warps(Running (&running)[QTILES], int count, float* sums, float2* stats) {
+__device__ __forceinline__ void gather_warps(Running (&running)[QTILES], Cache::Sums (&found)[QTILES], int count,
+                                             float* sums, float2* stats) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     __syncthreads();  // everybody's tokens are read: their memory becomes `sums`
 #pragma unroll
-    for (int q = 0; q < QTILES; q++)
+    for (int q = 0; q < QTILES; q++) {
+        Cache::complete(found[q]);
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             const int query = q * 8 + (lane & 3) * 2 + e;
@@ -23,8 +25,9 @@ __device__ __forceinline__ void gather_warps(Running (&running)[QTILES], int cou
 #pragma unroll
                 for (int i = e; i < 4; i += 2)
                     if (Cache::dimension(m, i) < HEAD_DIM)
-                        sums[(warp * QUERIES + query) * SUMS + Cache::dimension(m, i)] = r.acc[m][i];
+                        sums[(warp * QUERIES + query) * SUMS + Cache::dimension(m, i)] = found[q].v[m][i];
         }
+    }
     __syncthreads();
 }
 
@@ -35,7 +38,7 @@ struct Total {
 };
 
 __device__ __forceinline__ void add(Total& total, float most, float4 v, float2 stats) {
-    const float weight = __expf(stats.x - most);
+    const float weight = exp2_fast(stats.x - most);
     total.acc = total.acc + make_float4(weight * v.x, weight * v.y, weight * v.z, weight * v.w);
     total.stats.y += weight * stats.y;
 }
@@ -52,8 +55,8 @@ __device__ __forceinline__ Total add_warps(const float* sums, const float2* stat
 }
 
 // The parts of the active blocks, in the order of blocks; 16 are on their way at once.
-__device__ __forceinline__ Total add_blocks(const Part& part, const float* sums, const float2* stats, int query,
-                                            int column) {
+__device__ __forceinline__ Total add_blocks(const Problem& p, const Part& part, const float* sums, const float2* stats,
+                                            int query, int column) {
     constexpr int batch = 16;
     const int count = part.first ? gridDim.x : part.active;
     float4 v[batch];
@@ -62,7 +65,7 @@ __device__ __forceinline__ Total add_blocks(const Part& part, const float* sums,
 #pragma unroll
         for (int i = 0; i < batch; i++) {
             const int from = (first + i) * QUERIES + query;
-            const bool there = first + i < count && is_active(part, first + i);
+            const bool there = first + i < count && is_active(p, part, first + i);
             v[i] = there ? __ldcg((const float4*)(sums + from * HEAD_DIM + column)) : make_float4(0, 0, 0, 0);
             s[i] = there ? __ldcg(stats + from) : make_float2(NOTHING, 0);
         }
@@ -72,7 +75,7 @@ __device__ __forceinline__ Total add_blocks(const Part& part, const float* sums,
 #pragma unroll
     for (int i = 0; i < batch; i++) most = fmaxf(most, s[i].x);
     for (int i = batch; i < count; i++)
-        if (is_active(part, i)) most = fmaxf(most, __ldcg(stats + i * QUERIES + query).x);
+        if (is_active(p, part, i)) most = fmaxf(most, __ldcg(stats + i * QUERIES + query).x);
     Total total = {make_float4(0, 0, 0, 0), make_float2(most, 0)};
     for (int first = 0; first < count; first += batch) {
         if (first) load(first);
@@ -101,10 +104,11 @@ __device__ __forceinline__ float4 turn_back(float4 v) {
 
 __device__ __forceinline__ void write(const Total& total, const Problem& p, int share, int query, int column) {
     query += first_query(p);
+    const int row = quotient(query, share);
     const float factor = (CACHE_BITS == 16 ? 1 : HEAD_DIM % 32 ? 0.25f : 0.17677669529663687f) / total.stats.y;
     const float4 a = CACHE_BITS == 16 ? total.acc : turn_back(total.acc);
-    const int4 to = places4(p.places, (group_of(p) * share + query % share) * HEAD_DIM + column);
-    put4(p.out, p.places, to, query / share, p.rows, p.heads * HEAD_DIM,
+    const int4 to = places4(p.places, (group_of(p) * share + query - row * share) * HEAD_DIM + column);
+    put4(p.out, p.places, to, first_row(p) + row, gridDim.z * p.rows, p.heads * HEAD_DIM,
          make_float4(a.x * factor, a.y * factor, a.z * factor, a.w * factor));
 }
 
@@ -125,10 +129,12 @@ __device__ __forceinline__ bool is_last(int* arrived, int active) {
 // The parts of all warps, and where there are several blocks of all blocks, to `out`.
 __device__ __forceinline__ void finish(const Problem& p, const Part& part, int share, int count, const float* sums,
                                        const float2* stats) {
+    const int row = blockIdx.z * gridDim.y + blockIdx.y;
+    float* all = p.partial + (size_t)row * gridDim.x * QUERIES * HEAD_DIM;
+    float2* all_stats = p.stats + (size_t)row * gridDim.x * QUERIES;
     count *= HEAD_DIM / 4;
-    float* all = p.partial + (size_t)blockIdx.y * gridDim.x * QUERIES * HEAD_DIM;
-    float2* all_stats = p.stats + (size_t)blockIdx.y * gridDim.x * QUERIES;
-    for (int i = threadIdx.x; i < count; i += WARPS * 32) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += THREADS) {
         const int query = i / (HEAD_DIM / 4), column = i % (HEAD_DIM / 4) * 4;
         const Total total = add_warps(sums, stats, query, column);
         if (part.active == 1) {
@@ -138,9 +144,10 @@ __device__ __forceinline__ void finish(const Problem& p, const Part& part, int s
         *(float4*)(all + (blockIdx.x * QUERIES + query) * HEAD_DIM + column) = total.acc;
         if (column == 0) all_stats[blockIdx.x * QUERIES + query] = total.stats;
     }
-    if (part.active == 1 || !is_last(p.arrived + blockIdx.y, part.active)) return;
-    for (int i = threadIdx.x; i < count; i += WARPS * 32) {
+    if (part.active == 1 || !is_last(p.arrived + row, part.active)) return;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += THREADS) {
         const int query = i / (HEAD_DIM / 4), column = i % (HEAD_DIM / 4) * 4;
-        write(add_blocks(part, all, all_stats, query, column), p, share, query, column);
+        write(add_blocks(p, part, all, all_stats, query, column), p, share, query, column);
     }
 }

@@ -27,6 +27,13 @@
 #pragma once
 #include "common.cuh"
 
+constexpr int PAGE = 256;
+
+// Where a token of a sequence lies in a head's memory: in the `pages` of the sequence, or without them in order.
+__device__ __forceinline__ int find_token(const int* pages, int token) {
+    return pages ? pages[token / PAGE] * PAGE + token % PAGE : token;
+}
+
 // One head's tile of 16 tokens in numbers.
 template <int BITS, int SIZE>
 struct Tile {
@@ -92,20 +99,21 @@ __device__ __forceinline__ u32 and_or(u32 from, u32 mask, u32 bits) {
     return v;
 }
 
-// v[j] = the pair j of the codes as float16: 1024 + code; unless BITS = 8, of odd j 1024 + 16 * code, for want of a
-// shift.
-template <int BITS>
+// v[j] = the pair j of the codes as float16: with HIGH = 0x64 1024 + code, with HIGH = 0 the subnormal 2^-24 code; unless
+// BITS = 8, of odd j 16 times the code, for want of a shift.
+template <int BITS, u32 HIGH>
 __device__ __forceinline__ void raise(u32 (&v)[4], const Codes& codes) {
+    constexpr u32 base = HIGH * 0x01000100;
     if constexpr (BITS == 8) {
         const u32 some = __byte_perm(codes.low, codes.high, 0x5140);
         const u32 others = __byte_perm(codes.low, codes.high, 0x7362);
-        v[0] = __byte_perm(some, 0x64646464, 0x4140);
-        v[1] = __byte_perm(some, 0x64646464, 0x4342);
-        v[2] = __byte_perm(others, 0x64646464, 0x4140);
-        v[3] = __byte_perm(others, 0x64646464, 0x4342);
+        v[0] = __byte_perm(some, base | base >> 8, 0x4140);
+        v[1] = __byte_perm(some, base | base >> 8, 0x4342);
+        v[2] = __byte_perm(others, base | base >> 8, 0x4140);
+        v[3] = __byte_perm(others, base | base >> 8, 0x4342);
     } else {
 #pragma unroll
-        for (int j = 0; j < 4; j++) v[j] = and_or(codes.low >> j / 2 * 8, j % 2 ? 0x00f000f0 : 0x000f000f, 0x64006400);
+        for (int j = 0; j < 4; j++) v[j] = and_or(codes.low >> j / 2 * 8, j % 2 ? 0x00f000f0 : 0x000f000f, base);
         if constexpr (BITS == 6) {
             v[0] = and_or(codes.high << 4, 0x00300030, v[0]);
             v[1] = and_or(codes.high << 6, 0x03000300, v[1]);
@@ -121,7 +129,7 @@ template <int BITS>
 __device__ __forceinline__ void dequantize(u32 (&v)[4], const Codes& codes, __half2 scale) {
     constexpr float middle = 1 << (BITS - 1);
     const __half2 half = __hmul2(scale, __float2half2_rn(0.5f));
-    raise<BITS>(v, codes);
+    raise<BITS, 0x64>(v, codes);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const __half2 raised = *(const __half2*)&v[j];  // both ways exact

@@ -52,3 +52,13 @@ __device__ __forceinline__ void release_successor() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+
+// a / b of 0 <= a < 2^16 and 0 < b <= 2^7, in 6 instructions; those of a division are 25, one after another.
+__device__ __forceinline__ int quotient(int a, int b) { return (int)__fdividef(a + 0.5f, (float)b); }
+
+// Within 2^-22 of its value; numbers below 2^-126 are 0.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}

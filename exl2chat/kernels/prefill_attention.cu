@@ -7,11 +7,9 @@
 // layout    q        [T, H, D] float16; as the keys are turned where TURNED is 1, and out is then turned back
 //           cache    [2, G, S, D] float16, or [2, G, S / 16] tiles (cache.cuh) of CACHE_BITS = 4, 6 or 8 bits; keys
 //                    before values
-//           pages    with PAGED = 1: where in S each page of 256 tokens is, [ceil((start + T) / 256)] int32; else the
-//                    pages follow one another, and there is no first and no last
-//           first    [1] int32: `start`, on the device, so that a graph can repeat the launch; 0: by value
-//           last     [1] int32: the last token that there is; those behind it in the chunk count as zeros, and so do
-//                    their results. 0: start + T - 1
+//           pages    as rope_cache.cu has them, or 0
+//           position, last  with REPEATED = 1, so that a graph can repeat the launch: [1] int32, `start`, and the last
+//                    token that there is; those behind it in the chunk are taken for zeros
 //           out      [T, H, D] float16
 //           partial  [parts, T * H, D] float32, stats [parts, T * H] float2 (maximum, sum): work space of several parts
 // launch    prefill_attention: grid (G * parts, ceil(T * H / G / QUERIES)), QUERIES = 16 MTILES WARPS; WARPS * 32
@@ -42,17 +40,16 @@ constexpr int CHUNKS = HEAD_DIM / 8;                         // of 16 bytes in a
 constexpr bool QUANTISED = CACHE_BITS < 16;
 typedef Tile<CACHE_BITS, HEAD_DIM> Packed;
 constexpr int ROW = QUANTISED ? Packed::BYTES / 16 : 2 * HEAD_DIM;  // bytes of a token in the cache
-constexpr int PAGE = 256;
 constexpr float LOG2E = 1.44269504f;
 constexpr float NOTHING = -1.f / 0.f;  // the score of a token that a query must not look at
 
 struct Problem {
     const __half* q;
     const u8* cache;
+    const int *pages, *position, *last;
     __half* out;
     float* partial;
     float2* stats;
-    const int *pages, *first, *last;
     long long room;
     int start, rows, heads, groups, parts, window;
     float scale, cap;
@@ -71,8 +68,8 @@ __device__ __forceinline__ Task find_task(const Problem& p) {
     t.part = blockIdx.x / p.groups;
     t.first = (gridDim.y - 1 - blockIdx.y) * QUERIES;
     t.count = min(QUERIES, p.rows * t.share - t.first);
-    t.start = PAGED && p.first ? *p.first : p.start;
-    t.total = PAGED && p.last ? *p.last + 1 : t.start + p.rows;
+    t.start = REPEATED ? *p.position : p.start;  // before the wait: no kernel of the step writes it
+    t.total = REPEATED ? *p.last + 1 : p.start + p.rows;
     const int oldest = t.start + t.first / t.share, newest = t.start + (t.first + t.count - 1) / t.share;
     const int begin = p.window > 0 ? max(0, oldest + 1 - p.window) / KEYS : 0, end = newest / KEYS + 1;
     const int each = (end - begin + p.parts - 1) / p.parts;
@@ -97,13 +94,8 @@ __device__ __forceinline__ void fetch_queries(__half* to, const Problem& p, cons
     }
 }
 
-// Where KEYS tokens are in the cache.
-__device__ __forceinline__ int find_tile(const Problem& p, const Task& t, int token) {
-    return PAGED ? p.pages[min(token, t.total - 1) / PAGE] * PAGE + token % PAGE : token;
-}
-
-// KEYS tokens as they are in the cache, where they are `at`: rows of float16, zeros where there is no token, or tiles, of
-// which some may lie behind the last token.
+// KEYS tokens as they are in the cache, from its token `at` on: rows of float16, zeros where there is no token, or tiles,
+// of which some may lie behind the last token.
 __device__ __forceinline__ void fetch_tile(void* to, const u8* from, int at, int token, int end) {
     constexpr int each = QUANTISED ? KEYS * ROW / 16 : KEYS * CHUNKS;
     from += (size_t)at * ROW;
@@ -135,12 +127,6 @@ struct Running {
     int own[2];  // the queries' tokens
     float most[2], sum[2];  // the largest score and the sum of weights, to the base 2
 };
-
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 // s = c tanh(s * scale / c) = c - 2 c / (exp(2 s * scale / c) + 1): within 1e-6 c. tanhf takes three times as long.
 __device__ __forceinline__ void soften(Scores& s, float scale, float cap) {
@@ -299,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ENOUGH) prefill_attention(
     auto fetch = [&](int token) {
         if (token >= t.end * KEYS) return;
         __half* to = rows + stage * 2 * KEYS * PITCH;
-        const int at = find_tile(p, t, token);
+        const int at = find_token(p.pages, REPEATED ? min(token, (t.total - 1) / KEYS * KEYS) : token);
         fetch_tile(QUANTISED ? (void*)packed : to, from_keys, at, token, t.total);
         fetch_tile(QUANTISED ? (void*)(packed + KEYS * ROW) : to + KEYS * PITCH, from_values, at, token, t.total);
     };

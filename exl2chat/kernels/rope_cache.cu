@@ -6,22 +6,20 @@
 //
 // layout    qkv      [parts, T, H + 2 G, D] float16 or float32, parts to be added: queries, keys, values
 //           turning  see rope.cuh
-//           position [1] int32: where the first of the tokens goes
+//           position [1] int32: where the first of the tokens goes; pages [most] int32: page i of the sequence is page
+//                    pages[i] of the cache, or 0 where they follow one another; last [1] int32: the position of the
+//                    last token, behind which keys and values are not written, or 0
 //           q        [T, H, D] float16, rotated as the keys are where the cache is quantised
 //           cache    CACHE_BITS = 16: [2, G, S, D] float16, keys before values; 4, 6, 8: [2, G, S / 16] tiles
 //                    (cache.cuh). `stride`: bytes from group to group
-//           pages    [ceil((position + T) / 256)] int32: where in S each page of 256 tokens is; 0: one after another
-//           last     [1] int32: the position of the last token of the text; keys and values behind it are not written,
-//                    and have no page. 0: they are all of the text
 // launch    grid (ceil((H + 2 G) / WARPS), T), WARPS * 32 threads, a warp a head; D = HEAD_DIM and CACHE_BITS, macros
-// limits    R even, R <= D; position + T <= positions
+// limits    R even, R <= D; position + T <= S, and <= positions
 // numerics  float32, results rounded once, to float16 or to codes
 // reference attends of exl2chat/ops/reference.py; tests/gpu/test_attention.py
 
 #include "cache.cuh"
 #include "rope.cuh"
 
-constexpr int PAGE = 256;
 constexpr int WARPS = 8;  // blocks of one warp took 120 us for 2048 tokens of 32 / 8 heads of 128
 
 // Where a warp's head goes: q, or a token of the cache, whose heads follow the queries in qkv.
@@ -30,16 +28,12 @@ struct Target {
     u8* cache;
     long long stride;
     const int *pages, *last;
-
-    __device__ __forceinline__ bool has(int place) const { return !last || place <= *last; }
-    __device__ __forceinline__ int find(int place) const {
-        return pages ? pages[place / PAGE] * PAGE + place % PAGE : place;
-    }
 };
 
 __device__ __forceinline__ void store(const float (&x)[(HEAD_DIM + 31) / 32], const Target& to, int head, int heads,
                                       int row, int place) {
     const bool query = head < heads;
+    if (!query) place = find_token(to.pages, place);
     u8* cached = to.cache + (head - heads) * to.stride;
     if constexpr (CACHE_BITS < 16) {
         if (!query) {
@@ -72,13 +66,14 @@ __device__ __forceinline__ void rope_cache(const T* qkv, int parts, const Turnin
     add_rest(h, qkv, parts, stride);
     turn_head(h, turning, v[warp]);
     if (CACHE_BITS < 16) rotate<HEAD_DIM>(h.x);
-    if (head < heads || to.has(place)) store(h.x, to, head, heads, row, head < heads ? 0 : to.find(place));
+    if (head < heads || !to.last || place <= *to.last) store(h.x, to, head, heads, row, place);
 }
 
 #define ROPE_CACHE(name, T)                                                                                \
     extern "C" __global__ void __launch_bounds__(WARPS * 32)                                               \
-    name(const T* qkv, int parts, const __grid_constant__ Turning turning, const int* position, __half* q, \
-         u8* cache, long long stride, const int* pages, const int* last, int heads, int groups) {          \
+    name(const T* qkv, int parts, const __grid_constant__ Turning turning, const int* position,            \
+         const int* pages, const int* last, __half* q, u8* cache, long long stride, int heads,             \
+         int groups) {                                                                                     \
         rope_cache(qkv, parts, turning, position, Target{q, cache, stride, pages, last}, heads, groups);   \
     }
 ROPE_CACHE(rope_cache_half, __half)

@@ -23,8 +23,14 @@ class Heads:
 
 
 class Store(Protocol):
-    """A KV cache: storage [layers, 2, G, pages, page, D], a sequence's pages one after another, `length` tokens of it
-    in use; cos and sin [positions, 1, 2, R / 2] (engine/rope.py). `position` [1] int32 is the length, on the device.
+    """A KV cache: storage [layers, 2, G, pages, page, D] of the tokens of B sequences, `position` int32 [B] of each, on
+    the device; cos and sin [positions, 1, 2, R / 2] (engine/rope.py).
+
+    Page i of sequence b is pages[b, i] of the storage, int32 [B, most] on the device; without `pages` B is 1 and the
+    pages follow one another. Only what reaches the last token of a step counts. Prompts are of one sequence, whose
+    position the host knows as `length`. Or, so that a graph can repeat their step, the device alone knows `position`
+    and that of the last token, `last` int32 [1]: what comes behind it fills the step up, and nothing is kept of it.
+    Then there are pages.
 
     With `bits` of 4, 6 or 8 storage is uint8 [layers, 2, G, pages, page, row_bytes], in tiles (ops/cache_format.py);
     else it is of a float dtype and `bits` is PLAIN_BITS.
@@ -42,6 +48,7 @@ class Store(Protocol):
 
 class Attend(Protocol):
     """One layer's attention in one step of T tokens: qkv [T, (H + 2 G) * D], queries, keys and values, to [T, H * D].
+    The tokens of several sequences, the same number of each, follow one another: [B * T, ...].
 
     Queries and keys are normalised by `head_norm` (scale [H + G, D]) where there is one, and turned by RoPE; keys and
     values go into the cache; then every query looks at the tokens up to its own, within the layer's window.

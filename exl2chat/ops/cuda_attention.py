@@ -2,7 +2,7 @@
 cuda_prefill.py). Contract: `exl2chat.ops.reference.attends`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from exl2chat.kernels import Argument, load
 from exl2chat.ops.attention import PLAIN_BITS, Heads, Store
 from exl2chat.ops.cache_format import TOKENS, CacheFormat
-from exl2chat.ops.cuda_prefill import Pages, prefill_attention
+from exl2chat.ops.cuda_prefill import Span, address, prefill_attention
 from exl2chat.ops.packed import Norm, Weight
 from exl2chat.ops.partial import count_parts, suffix
 
@@ -20,18 +20,17 @@ MAX_ROWS = 16  # of attention.cu
 MAX_SPLITS = 128
 ROPE_WARPS = 8  # of a block of rope_cache.cu
 SMALL_DIM = 128  # four tiles of 8 queries, or three of heads larger than this, do not fit the registers
-# Bytes that a block has on their way, of 4.5 TB/s for 1 us, and the most that they take of shared memory: the product
-# after attention begins to fetch its weights beside it.
-ON_THEIR_WAY = 56 << 10
-RING_BYTES = 105 << 10
+# Bytes of keys and values that a block has on their way, and how many blocks share a multiprocessor: one of the few of
+# a single sequence, so that no two of them meet on one multiprocessor while another is idle; two of many.
+RINGS = {1: 140 << 10, 2: 70 << 10}
 
 # The structs of rope.cuh and attention.cu
 TURNING = [("scale", np.uint64), ("floor", np.uint64), ("cos", np.uint64), ("sin", np.uint64), ("rotary", np.int64)]
 PROBLEM = np.dtype(
     [("qkv", np.uint64), ("turning", TURNING)]
-    + [(name, np.uint64) for name in ("cache", "position", "places", "out", "partial", "stats", "arrived")]
+    + [(name, np.uint64) for name in ("cache", "position", "pages", "places", "out", "partial", "stats", "arrived")]
     + [("stride", np.int64)]
-    + [(name, np.int32) for name in ("parts", "rows", "heads", "groups", "window")]
+    + [(name, np.int32) for name in ("parts", "rows", "heads", "groups", "window", "splits", "most")]
     + [("scale", np.float32), ("cap", np.float32), ("padding", np.int32)]
 )
 
@@ -41,24 +40,21 @@ Activations = Callable[[int, int, Weight], tuple[Tensor, Argument]]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How attention.cu is compiled for heads of `size` and a cache of `bits`: `tiles` of 8 queries a block."""
+    """How attention.cu is compiled for heads of `size` and a cache of `bits`: `tiles` of 8 queries a block, `blocks` of
+    a multiprocessor."""
 
     size: int
     bits: int
     warps: int
     ring: int
     tiles: int
-
-    @property
-    def tokens(self) -> int:
-        """Tiles of 16 tokens that a warp takes at a time. Two of a quantised cache: one lets its instructions wait."""
-        return 1 if self.bits == PLAIN_BITS else 2
+    blocks: int
 
     @property
     def defines(self) -> dict[str, int]:
         return {
             "HEAD_DIM": self.size, "CACHE_BITS": self.bits, "WARPS": self.warps, "RING": self.ring,
-            "QTILES": self.tiles, "TILES": self.tokens,
+            "QTILES": self.tiles, "RESIDENT": self.blocks,
         }  # fmt: skip
 
     def dynamic(self, rows: int) -> int:
@@ -66,17 +62,19 @@ class Shape:
         padded = self.size if self.bits == PLAIN_BITS else -(-self.size // 32) * 32
         pitch = padded + 8 if self.bits == PLAIN_BITS else padded + 32 * (padded % 64 == 0)
         fresh = 2 * rows * pitch * 2 if self.bits == PLAIN_BITS else 4 * tokens_bytes(self.size, self.bits)
-        return 8 * self.tiles * pitch * 2 + self.warps * self._each + fresh
+        queries = 8 * self.tiles
+        room = max(self.ring * self.slot_bytes, self.warps * queries * (self.size + 4) * 4)  # first tokens, then sums
+        return room + queries * pitch * 2 + (queries + 2 * rows) * self.size * 4 + fresh
 
     @property
     def shared(self) -> int:
         """The most shared memory that it takes in all."""
-        return self.dynamic(MAX_ROWS) + self.warps * (8 * self.tiles * 8 + self.size * 4) + 64
+        return self.dynamic(MAX_ROWS) + 8 * self.tiles * (8 * self.warps + 24) + 32 * MAX_ROWS + 64
 
     @property
-    def _each(self) -> int:
-        """Bytes of a warp: its ring, whose memory its sums take over."""
-        return max(self.ring * self.tokens * tokens_bytes(self.size, self.bits), 8 * self.tiles * (self.size + 4) * 4)
+    def slot_bytes(self) -> int:
+        """Bytes of what all warps fetch at a time."""
+        return self.warps * tokens_bytes(self.size, self.bits)
 
 
 def tokens_bytes(size: int, bits: int) -> int:
@@ -88,18 +86,19 @@ def max_tiles(size: int) -> int:
     return 3 if size <= SMALL_DIM else 2
 
 
-def choose_shape(queries: int, size: int, bits: int, shared: int) -> Shape:
-    """The shape for `queries` per group (tokens times heads) within `shared` bytes. Warps and ring are the same for all
-    `queries`: a token's sums must not depend on how many tokens there are (see attention.cu)."""
+def choose_shape(queries: int, size: int, bits: int, shared: int, many: bool = False) -> Shape:
+    """The shape for `queries` per group (tokens times heads) within `shared` bytes, for few blocks or for `many`. Warps
+    are the same for all: a token's sums must not depend on how many tokens or sequences there are (see attention.cu).
+    """
     most = max_tiles(size)
-    blocks = -(-queries // (8 * most))
-    tiles = -(-queries // (8 * blocks))
+    tiles = -(-queries // (8 * -(-queries // (8 * most))))
+    blocks = 2 if many and tiles == 1 else 1
     for warps in (8, 4, 2, 1):
-        each = warps * Shape(size, bits, warps, 1, 1).tokens * tokens_bytes(size, bits)
-        ring = max(3, min(8, 1 + -(-ON_THEIR_WAY // each)))
-        if ring * each <= RING_BYTES and Shape(size, bits, warps, ring, most).shared <= shared:
-            return Shape(size, bits, warps, ring, tiles)
-    return Shape(size, bits, 1, 2, tiles)
+        slot = Shape(size, bits, warps, 1, most, 1)
+        rings = [max(2, min(8, RINGS[n] // slot.slot_bytes)) for n in (1, blocks)]
+        if replace(slot, ring=rings[0]).shared <= shared:
+            break
+    return Shape(size, bits, warps, rings[1], tiles, blocks)
 
 
 class CudaAttention:
@@ -128,8 +127,8 @@ class CudaAttention:
         kernel = load("rope_cache.cu", f"rope_cache_{suffix(qkv)}", self._device, **defines)
         kernel.launch(
             (-(-(heads.queries + 2 * heads.groups) // ROPE_WARPS), count), 32 * ROPE_WARPS, 0,
-            qkv, count_parts(qkv), _turning(head_norm, store), store.position, q, layer, _stride(layer),
-            _or_none(store.pages), _or_none(store.last), heads.queries, heads.groups,
+            qkv, count_parts(qkv), _turning(head_norm, store), store.position, address(store.pages),
+            address(store.last), q, layer, _stride(layer), heads.queries, heads.groups,
         )  # fmt: skip
         return q
 
@@ -137,27 +136,34 @@ class CudaAttention:
         self, qkv: Tensor, head_norm: Norm | None, store: Store, layer: Tensor, heads: Heads, window: int | None,
         into: Weight,
     ) -> Tensor:  # fmt: skip
-        """An Attend of up to MAX_ROWS tokens from `store.position` on, over `layer` [2, G, S, D or row_bytes]."""
-        count, size = qkv.shape[-2], heads.size
-        queries = count * (heads.queries // heads.groups)
-        shape = choose_shape(queries, size, store.bits, self._shared)
-        blocks = -(-queries // (8 * shape.tiles)) * heads.groups
+        """An Attend of up to MAX_ROWS tokens of each sequence, over `layer` [2, G, S, D or row_bytes]."""
+        sequences, size, share = len(store.position), heads.size, heads.queries // heads.groups
+        rows = qkv.shape[-2]
+        count = rows // sequences
         splits = min(MAX_SPLITS, max(1, self._processors // heads.groups))
-        out, places = self._activations(count, heads.queries * size, into)
-        partial = torch.empty(blocks, splits, 8 * shape.tiles, size + 2, device=self._device)
+        grid = min(splits, store.storage.shape[3] if store.pages is None else store.pages.shape[1])
+        many = grid * heads.groups * sequences > self._processors
+        shape = choose_shape(count * share, size, store.bits, self._shared, many)
+        blocks = -(-count * share // (8 * shape.tiles)) * heads.groups
+        if sequences * blocks > len(self._arrived):
+            raise ValueError(f"attention of {sequences} sequences of {count} tokens is more than one launch takes")
+        out, places = self._activations(rows, heads.queries * size, into)
+        partial = torch.empty(sequences, blocks, grid, 8 * shape.tiles, size + 2, device=self._device)
         problem = np.zeros((), PROBLEM)
-        tensors = {"qkv": qkv, "cache": layer, "position": store.position, "out": out, "partial": partial,
-                   "arrived": self._arrived}  # fmt: skip
+        tensors = {"qkv": qkv, "cache": layer, "position": store.position, "pages": store.pages, "places": places,
+                   "out": out, "partial": partial, "arrived": self._arrived}  # fmt: skip
         for name, tensor in tensors.items():
-            problem[name] = tensor.data_ptr()
+            problem[name] = tensor.data_ptr() if isinstance(tensor, Tensor) else 0
         problem["turning"] = _turning(head_norm, store)
-        problem["places"] = places.data_ptr() if isinstance(places, Tensor) else 0
         problem["stats"] = partial.data_ptr() + 4 * size * partial[..., 0].numel()
         problem["stride"], problem["parts"], problem["rows"] = _stride(layer), count_parts(qkv), count
         problem["heads"], problem["groups"], problem["window"] = heads.queries, heads.groups, window or 0
+        problem["splits"], problem["most"] = splits, 0 if store.pages is None else store.pages.shape[1]
         problem["scale"], problem["cap"] = heads.scale, heads.cap or 0
         kernel = load("attention.cu", f"attention_{suffix(qkv)}", self._device, **shape.defines)
-        kernel.launch((splits, blocks), shape.warps * 32, shape.dynamic(count), problem)
+        # with more than half of its memory a block has a multiprocessor to itself
+        least = self._shared // 2 if shape.blocks == 1 else 0
+        kernel.launch((grid, blocks, sequences), shape.warps * 32, max(least, shape.dynamic(count)), problem)
         return out
 
 
@@ -175,17 +181,10 @@ class CudaAttend:
     def __call__(self, qkv: Tensor, head_norm: Norm | None, into: Weight) -> Tensor:
         if not self.prompt:
             return self.ops.attention(qkv, head_norm, self.store, self.layer, self.heads, self.window, into)
+        q = self.ops.rope_cache(qkv, head_norm, self.store, self.layer, self.heads)
         store = self.store
-        q = self.ops.rope_cache(qkv, head_norm, store, self.layer, self.heads)
-        pages = None
-        if store.pages is not None:
-            pages = Pages(store.pages[0], None if store.last is None else store.position, store.last)
-        return prefill_attention(q, self.layer, store.length, self.heads, self.window, store.bits, pages)
-
-
-def _or_none(tensor: Tensor | None) -> Argument:
-    """A pointer, which may be null."""
-    return np.array(0, np.uint64) if tensor is None else tensor
+        span = None if store.last is None else Span(store.position, store.last)
+        return prefill_attention(q, self.layer, store.length, self.heads, self.window, store.bits, store.pages, span)
 
 
 def _stride(layer: Tensor) -> NDArray[np.int64]:

@@ -26,7 +26,7 @@ EXPANDED_FOR, EXPANDED_BYTES = 256, 1 << 28
 
 # The struct Problem of prefill_attention.cu
 PROBLEM = np.dtype(
-    [(name, np.uint64) for name in ("q", "cache", "out", "partial", "stats", "pages", "first", "last")]
+    [(name, np.uint64) for name in ("q", "cache", "pages", "position", "last", "out", "partial", "stats")]
     + [("room", np.int64)]
     + [(name, np.int32) for name in ("start", "rows", "heads", "groups", "parts", "window")]
     + [("scale", np.float32), ("cap", np.float32)]
@@ -47,11 +47,11 @@ class Shape:
         """(token, head) pairs of a block."""
         return 16 * self.tiles * self.warps
 
-    def defines(self, size: int, bits: int, turned: bool, paged: bool) -> dict[str, int]:
-        """The macros for heads of `size` and a cache of `bits` per value, with a table of its pages or none."""
+    def defines(self, size: int, bits: int, turned: bool, repeated: bool) -> dict[str, int]:
+        """The macros for heads of `size` and a cache of `bits` per value, in a step that a graph repeats or another."""
         return {
             "HEAD_DIM": size, "CACHE_BITS": bits, "TURNED": int(turned), "WARPS": self.warps, "MTILES": self.tiles,
-            "KEYS": self.keys, "WGMMA": int(self.wgmma), "PAGED": int(paged),
+            "KEYS": self.keys, "WGMMA": int(self.wgmma), "REPEATED": int(repeated),
         }  # fmt: skip
 
     def shared(self, size: int, row_bytes: int | None) -> int:
@@ -74,13 +74,14 @@ WGMMA_SHAPE, WGMMA_DIMS = Shape(8, 1, 64, wgmma=True), (64, 128, 256)
 @dataclass(frozen=True, slots=True)
 class Cached:
     """Keys and values of one layer's tokens from `first` on: rows [2, G, S, ...] float16, or of 4, 6 or 8 `bits` as
-    bytes (ops/cache_format.py); `turned` as a quantised cache has them. Their pages where they are not in order."""
+    bytes (ops/cache_format.py); `turned` as a quantised cache has them. With `pages` int32 [1, most], page i of the
+    sequence lies at pages[0, i]."""
 
     rows: Tensor
     first: int
     bits: int
     turned: bool
-    pages: "Pages | None" = None
+    pages: Tensor | None
 
     @property
     def row_bytes(self) -> int:
@@ -88,41 +89,31 @@ class Cached:
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
-    """Where in a cache each page of a text is, int32 [most], on the device; entries behind the last token do not count.
+class Span:
+    """Where a chunk begins and the last token that there is, int32 [1] each, on the device: a graph can repeat a step
+    that has them. What lies in the chunk behind the last token is not cached, and taken for zeros."""
 
-    To be repeated by a graph, a step has first and last, int32 [1]: the position of its first token, and of its last;
-    tokens of the step behind that are read as zeros, and what comes of them is finite.
-    """
-
-    table: Tensor
-    first: Tensor | None = None
-    last: Tensor | None = None
+    position: Tensor
+    last: Tensor
 
 
 def prefill_attention(
-    q: Tensor, layer: Tensor, start: int, heads: Heads, window: int | None, bits: int = 16, pages: Pages | None = None
-) -> Tensor:
+    q: Tensor, layer: Tensor, start: int, heads: Heads, window: int | None, bits: int = 16,
+    pages: Tensor | None = None, span: Span | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of q float16 [T, H, D], of tokens from `start` on, over a layer's cache, which holds these too: float16
     [T, H * D]. Each looks at the tokens up to its own, within the window.
 
-    layer: float16 [2, G, S, D], or of `bits` 4, 6 or 8 as uint8 [2, G, S, bytes of a token], and q turned as the keys.
+    layer: float16 [2, G, S, D], or of `bits` 4, 6 or 8 as uint8 [2, G, S, bytes of a token], and q turned as the keys;
+    `pages` as a Cached has them. A `span`, with pages, counts instead of `start`.
     """
     total = start + len(q)
-    repeated = pages is not None and pages.first is not None
-    if bits < 16 and len(q) * (heads.queries // heads.groups) >= EXPANDED_FOR and not repeated:
-        if pages is not None:
-            layer, pages = in_order(layer, pages.table, total), None
+    cached = Cached(layer, 0, bits, bits < 16, pages)
+    if bits < 16 and len(q) * (heads.queries // heads.groups) >= EXPANDED_FOR and span is None:
         first = 0 if window is None else max(0, start + 1 - window) // MOST_KEYS * MOST_KEYS
         if 4 * heads.groups * heads.size * (total - first) <= EXPANDED_BYTES:
-            return attend(q, expand(Cached(layer, 0, bits, True), first, total, heads.size), start, heads, window)
-    return attend(q, Cached(layer, 0, bits, bits < 16, pages), start, heads, window)
-
-
-def in_order(layer: Tensor, table: Tensor, total: int) -> Tensor:
-    """A copy of the pages of a text of `total` tokens, one after another: [2, G, S, ...] as the layer's."""
-    pages = table[: -(-total // PAGE)]
-    return layer.unflatten(2, (-1, PAGE)).index_select(2, pages).flatten(2, 3)  # type: ignore[no-untyped-call, no-any-return]
+            cached = expand(cached, first, total, heads.size)
+    return attend(q, cached, start, heads, window, span)
 
 
 def expand(cached: Cached, first: int, end: int, size: int) -> Cached:
@@ -133,27 +124,28 @@ def expand(cached: Cached, first: int, end: int, size: int) -> Cached:
     kernel = load("expand_cache.cu", "expand_cache", rows.device, HEAD_DIM=size, CACHE_BITS=cached.bits)
     kernel.launch(
         (-(-tiles // EXPANDED_TILES), 2 * groups), 32 * EXPANDED_TILES, 0,
-        cached.rows, rows, np.array(room, np.int64), first // TILE, tiles,
+        cached.rows, address(cached.pages), rows, np.array(room, np.int64), first // TILE, tiles,
     )  # fmt: skip
-    return Cached(rows, first, 16, cached.turned)
+    return Cached(rows, first, 16, cached.turned, None)
 
 
-def attend(q: Tensor, cached: Cached, start: int, heads: Heads, window: int | None) -> Tensor:
+def attend(q: Tensor, cached: Cached, start: int, heads: Heads, window: int | None, span: Span | None = None) -> Tensor:
     """`prefill_attention` over what is cached."""
     device, rows, size = q.device, len(q), heads.size
     row_bytes = None if cached.bits == 16 else cached.row_bytes
     shape = choose_shape(size, row_bytes, device)
     tiles = -(-rows * (heads.queries // heads.groups) // shape.queries)
-    pages = cached.pages
-    seen = start + rows if pages is None or pages.first is None else len(pages.table) * PAGE
-    span = seen if window is None else min(seen, window + rows)
-    parts = count_parts(tiles * heads.groups, span, torch.cuda.get_device_properties(device).multi_processor_count)
+    seen = start + rows if span is None or cached.pages is None else PAGE * cached.pages.shape[1]
+    seen = seen if window is None else min(seen, window + rows)
+    parts = count_parts(tiles * heads.groups, seen, torch.cuda.get_device_properties(device).multi_processor_count)
     out = torch.empty(rows, heads.queries * size, dtype=torch.float16, device=device)
     work = torch.empty(parts if parts > 1 else 0, rows * heads.queries, size + 2, device=device)
     problem = _problem(q, cached, start, heads, window)
     problem["out"], problem["partial"], problem["parts"] = out.data_ptr(), work.data_ptr(), parts
+    if span is not None:
+        problem["position"], problem["last"] = span.position.data_ptr(), span.last.data_ptr()
     problem["stats"] = work.data_ptr() + 4 * size * len(work) * rows * heads.queries
-    defines = shape.defines(size, cached.bits, cached.turned, pages is not None)
+    defines = shape.defines(size, cached.bits, cached.turned, span is not None)
     kernel = load("prefill_attention.cu", "prefill_attention", device, **defines)
     kernel.launch((heads.groups * parts, tiles), shape.warps * 32, shape.shared(size, row_bytes), problem)
     if parts > 1:
@@ -181,10 +173,13 @@ def _problem(q: Tensor, cached: Cached, start: int, heads: Heads, window: int | 
     problem = np.zeros((), PROBLEM)
     problem["q"], problem["room"] = q.data_ptr(), cached.rows.shape[2]
     problem["cache"] = cached.rows.data_ptr() - cached.first * cached.row_bytes
-    if cached.pages is not None:
-        for name, tensor in (("pages", cached.pages.table), ("first", cached.pages.first), ("last", cached.pages.last)):
-            problem[name] = 0 if tensor is None else tensor.data_ptr()
+    problem["pages"] = address(cached.pages)
     problem["start"], problem["rows"], problem["window"] = start, len(q), window or 0
     problem["heads"], problem["groups"] = heads.queries, heads.groups
     problem["scale"], problem["cap"] = heads.scale, heads.cap or 0
     return problem
+
+
+def address(tensor: Tensor | None) -> NDArray[np.uint64]:
+    """That of the tensor's memory as a kernel takes it, 0 of none."""
+    return np.array(0 if tensor is None else tensor.data_ptr(), np.uint64)

@@ -91,7 +91,8 @@ def turn(qkv: Tensor, heads: Heads, head_norm: Norm | None, cos: Tensor, sin: Te
 
 
 def attends(store: Store, count: int, heads: Heads, windows: Sequence[int | None]) -> Sequence[View | QuantizedView]:
-    """Each layer's view of the cache in a step of `count` tokens after `store.length`. A mask is made once a window."""
+    """Each layer's view of the cache in a step of `count` tokens after `store.length`, of one sequence, whose pages
+    follow one another. A mask is made once a window."""
     start, total = store.length, store.length + count
     cos, sin = store.cos[start:total], store.sin[start:total]
     reaches = [total if window is None else min(total, window + count - 1) for window in windows]

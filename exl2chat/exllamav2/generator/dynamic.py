@@ -228,22 +228,12 @@ class ExLlamaV2DynamicGenerator:
         """
         refuse_set("ExLlamaV2DynamicGenerator.generate", **kwargs)
         prompts = cast(list[Prompt], [prompt] if isinstance(prompt, str | tuple) else list(prompt))
-        settings = list(gen_settings) if isinstance(gen_settings, Sequence) else [gen_settings] * len(prompts)
-        own_filters, own_embeddings = _each(filters, len(prompts)), _each(embeddings, len(prompts))
-        if {len(settings), len(own_filters), len(own_embeddings)} != {len(prompts)}:
-            raise UsageError(
-                "gen_settings, filters or embeddings are not as many as the prompts", "give one for all, or one each"
-            )
-        if self.engine.remaining:
-            raise UsageError(f"{self.engine.remaining} jobs have not ended", "iterate until they have")
+        settings = _each("gen_settings", gen_settings, isinstance(gen_settings, Sequence), len(prompts))
+        own_filters = _each("filters", filters, _has_lists(filters), len(prompts))
+        own_embeddings = _each("embeddings", embeddings, _has_lists(embeddings), len(prompts))
         jobs = []
         for number, text in enumerate(prompts):
-            texts = [text] if isinstance(text, str) else text
-            marks = marks_of(own_embeddings[number])
-            ids = [
-                torch.tensor(encode_prompt(self.tokenizer.native, each, marks, encode_special_tokens, add_bos))
-                for each in texts
-            ]
+            ids = self._encoded(text, own_embeddings[number], encode_special_tokens, add_bos)
             job = ExLlamaV2DynamicJob(
                 ids, max_new_tokens, min_new_tokens, DEFAULT_SKIPS, settings[number],
                 None if seed is None else seed + number, stop_conditions, decode_special_tokens,
@@ -259,8 +249,15 @@ class ExLlamaV2DynamicGenerator:
         results = (done, last) if isinstance(prompt, list) else (done[0], last[0])
         return results if return_last_results else results[0]
 
+    def _encoded(self, prompt: Prompt, embeddings: Any, special: bool, add_bos: bool) -> list[Tensor]:
+        """The ids [n] of a text, or of each of a pair."""
+        texts, marks = [prompt] if isinstance(prompt, str) else prompt, marks_of(embeddings)
+        return [torch.tensor(encode_prompt(self.tokenizer.native, text, marks, special, add_bos)) for text in texts]
+
     def _run(self, jobs: list[ExLlamaV2DynamicJob], abort_event: Event | None) -> list[Record] | None:
         """The last result of every job; None once `abort_event` is set."""
+        if self.engine.remaining:
+            raise UsageError(f"{self.engine.remaining} jobs have not ended", "iterate until they have")
         aborted = is_set(abort_event)
         last: dict[int, Record] = {}
         try:
@@ -278,8 +275,13 @@ class ExLlamaV2DynamicGenerator:
         return [last[serial] for serial in serials]
 
 
-def _each(given: Sequence[Any] | None, count: int) -> list[Any]:
-    """The filters or embeddings of every prompt."""
-    if given and any(isinstance(each, list) for each in given):
-        return list(given)
-    return [given] * count
+def _has_lists(given: Sequence[Any] | None) -> bool:
+    return any(isinstance(each, list) for each in given or ())
+
+
+def _each(name: str, given: Any, own: bool, count: int) -> list[Any]:
+    """What every prompt has of what is `given`: its own, or all the same. UsageError where those are not as many."""
+    each = list(given) if own else [given] * count
+    if len(each) != count:
+        raise UsageError(f"{name} are not as many as the prompts", "give one for all, or one each")
+    return each

@@ -1,4 +1,4 @@
-"""One job as a stream, for what our streaming generator does not do: guidance by a second prompt, and hooks."""
+"""One job as a stream, for what our streaming generator does not do: guidance by a second prompt."""
 
 from collections.abc import Callable, Collection, Sequence
 

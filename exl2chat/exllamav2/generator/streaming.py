@@ -178,39 +178,28 @@ class ExLlamaV2StreamingGenerator:
         adapters, abort = scaled_loras(loras), is_set(abort_event)
         sampling, guidance, hooks = engine_settings(gen_settings, None)
         self._extras = Extras(
-            constraint=constraint_of(self.tokenizer, filters or gen_settings.filters or ()),
-            prefer_end=filter_prefer_eos,
-            token_healing=token_healing,
-            banned_strings=banned_strings or (),
-            return_probabilities=return_probabilities,
-            return_top_tokens=return_top_tokens,
-            return_logits=return_logits,
-            hooks=hooks,
-        )
+            constraint_of(self.tokenizer, filters or gen_settings.filters or ()), filter_prefer_eos, token_healing,
+            banned_strings or (), return_probabilities, return_top_tokens, return_logits, hooks,
+        )  # fmt: skip
         if guidance is not None:
             prompts = unpadded(input_ids, input_mask, position_offsets)
-            job = self._job(prompts, sampling, guidance, decode_special_tokens, embeddings)
+            job = self._guided(prompts, sampling, guidance, decode_special_tokens, embeddings)
             self._stream = self._jobs
             self._jobs.begin(job, adapters, abort)
             return
         input_ids, positions = attended(input_ids, input_mask, position_offsets)
         self._stream = self._generator
         self._generator.begin_stream_ex(
-            input_ids,
-            sampling,
-            abort=abort,
-            decode_special_tokens=decode_special_tokens,
-            extras=self._extras,
-            adapters=adapters,
-            embeddings=embeddings,
-            positions=positions,
-        )
+            input_ids, sampling, abort=abort, extras=self._extras,
+            max_new_tokens=self._room(input_ids.shape[-1]) if self.cache.batch_size > 1 else None, adapters=adapters,
+            decode_special_tokens=decode_special_tokens, embeddings=embeddings, positions=positions,
+        )  # fmt: skip
 
     @cached_property
     def _jobs(self) -> JobStream:
         return JobStream(self.model, self.cache, self.tokenizer)
 
-    def _job(
+    def _guided(
         self,
         prompts: tuple[tuple[int, ...], ...],
         sampling: Sampling,
@@ -218,21 +207,26 @@ class ExLlamaV2StreamingGenerator:
         special: bool,
         embeddings: tuple[InputEmbeddings, ...],
     ) -> Job:
-        """A reply that two prompts guide. ContextError where the cache has no room for it."""
+        """A reply that a second prompt guides. ContextError where the cache has no room for it."""
         if len(prompts) > self.cache.batch_size:
             raise UsageError(f"{len(prompts)} prompts in a cache for one", f"make it with batch_size={len(prompts)}")
-        extras, longest = self._extras, max(map(len, prompts))
-        room = self.cache.max_seq_len - longest - bool(extras.banned_strings)
-        if room < 1:
-            raise ContextError(
-                f"a prompt of {longest} tokens leaves no room in a cache for {self.cache.max_seq_len}", "shorten it"
-            )
+        extras = self._extras
+        room = self._room(max(map(len, prompts)) + bool(extras.banned_strings))
         stops = StopConditions(frozenset(self.stop_tokens), tuple(self.stop_strings))
         return Job(
             prompts, room, sampling, stops, 0, guidance, extras.token_healing, extras.banned_strings,
             extras.constraint, extras.prefer_end, special, extras.return_top_tokens, extras.return_probabilities,
             extras.return_logits, extras.hooks, continuing=False, embeddings=embeddings,
         )  # fmt: skip
+
+    def _room(self, length: int) -> int:
+        """How many tokens may follow `length` in one row of the cache. ContextError for none."""
+        room = self.cache.max_seq_len - length
+        if room < 1:
+            raise ContextError(
+                f"a prompt of {length} tokens leaves no room in a cache for {self.cache.max_seq_len}", "shorten it"
+            )
+        return room
 
     def stream_ex(self, ban_tokens: list[int] | None = None, **kwargs: Any) -> dict[str, Any]:
         """One more token, which is none of `ban_tokens`.
