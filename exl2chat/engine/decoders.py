@@ -8,14 +8,13 @@ from numpy.typing import NDArray
 
 from exl2chat.engine.cache import KVCache
 from exl2chat.engine.device_decoder import DeviceDecoder
-from exl2chat.engine.device_steps import DeviceSteps
+from exl2chat.engine.device_steps import DeviceSteps, runs_on_device
 from exl2chat.engine.drafting import Drafter
 from exl2chat.engine.generators.choosing import Chooser
 from exl2chat.engine.pace import Pace
 from exl2chat.engine.speculation import Speculated, SpeculativeLogits
 from exl2chat.engine.step_logits import StepLogits
 from exl2chat.engine.transformer import Transformer
-from exl2chat.ops.sample import MOST_TOKENS
 
 MOST_DRAFTS = 7  # with the token before them 8 rows, as many as kernels/gemv.cu multiplies at once
 
@@ -80,8 +79,3 @@ class Decoder:
         self._logits.queue(chooser.tokens)
         chooser.prepare()  # while a GPU works
         return chooser.draw(self._logits.take()[np.newaxis])
-
-
-def runs_on_device(model: Transformer, size: int) -> bool:
-    """Whether the steps of `model` are recorded, and kernels/sample.cu can draw from `size` tokens."""
-    return model.device.type == "cuda" and model.recorded_rows > 0 and size <= MOST_TOKENS

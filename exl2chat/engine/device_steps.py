@@ -18,7 +18,7 @@ from exl2chat.engine.device_decoder import Take
 from exl2chat.engine.device_penalties import DeviceWindow, count_window
 from exl2chat.engine.samplers.reshaping import COLDEST
 from exl2chat.engine.transformer import Transformer
-from exl2chat.ops.sample import ROW, TokenSampler
+from exl2chat.ops.sample import MOST_TOKENS, ROW, TokenSampler
 from exl2chat.settings import Sampling
 
 Row = NDArray[np.void]
@@ -107,6 +107,11 @@ class DeviceSteps:
         self._step()
         self._drawn.record(slot)
         return partial(self._drawn.take, slot)
+
+
+def runs_on_device(model: Transformer, size: int) -> bool:
+    """Whether the steps of `model` are recorded, and kernels/sample.cu can draw from `size` tokens."""
+    return model.device.type == "cuda" and model.recorded_rows > 0 and size <= MOST_TOKENS
 
 
 def _decode(model: Transformer, cache: KVCache, token: Tensor, sampler: TokenSampler) -> Tensor:

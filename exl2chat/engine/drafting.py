@@ -2,16 +2,20 @@
 (`engine.speculation`)."""
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Literal, Protocol
 
 import torch
 
 from exl2chat.engine.cache import KVCache
-from exl2chat.engine.generators.choosing import Chooser
+from exl2chat.engine.device_decoder import Steps
+from exl2chat.engine.device_steps import RESULTS, DeviceSteps, runs_on_device
+from exl2chat.engine.generators.choosing import Chooser, known_to_device
 from exl2chat.engine.step_logits import StepLogits
 from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.errors import ChatError, UsageError
 from exl2chat.model.tokenizer import Tokenizer
+from exl2chat.settings import Sampling
 
 SHORTEST = 3  # tokens that must have been there before: one or two are followed by anything
 LONGEST = 32
@@ -82,8 +86,9 @@ class ModelDrafter:
 
     def __init__(self, model: Transformer, cache: KVCache, size: int) -> None:
         """Drafts of the first `size` ids, which `model` has. The cache is this drafter's own."""
-        self._model, self._cache = model, cache
+        self._model, self._cache, self._size = model, cache, size
         self._logits = StepLogits(model, cache, size)
+        self._steps: Steps | None = DeviceSteps(model, cache, size) if runs_on_device(model, size) else None
         self._held: list[int] = []  # the tokens in the cache
         self._chooser: Chooser | None = None
 
@@ -97,14 +102,29 @@ class ModelDrafter:
         if count < 1 or self._chooser is None:
             return []
         self._read(sequence)
-        try:
-            while len(sequence) < len(tokens) + count:
-                self._logits.queue(sequence)
-                sequence.append(self._chooser.guess(self._logits.take(), len(sequence)))
-        except ChatError:  # its logits are no numbers: the drafts end here
-            pass
+        if self._steps is not None and known_to_device(self._chooser.sampling) and sequence[-1] < self._size:
+            self._draw_there(self._steps, sequence, min(count, RESULTS), self._chooser.sampling)
+        else:
+            self._draw_here(sequence, count, self._chooser)
         self._held = sequence[: self._cache.length]
         return sequence[len(tokens) :]
+
+    def _draw_here(self, sequence: list[int], count: int, chooser: Chooser) -> None:
+        """Append drafts that the host draws, from logits that are brought to it one by one."""
+        try:
+            for _ in range(count):
+                self._logits.queue(sequence)
+                sequence.append(chooser.guess(self._logits.take(), len(sequence)))
+        except ChatError:  # its logits are no numbers: the drafts end here
+            pass
+
+    def _draw_there(self, steps: Steps, sequence: list[int], count: int, sampling: Sampling) -> None:
+        """Append drafts that the device draws, each from the one before. The host waits for them all at once."""
+        length = len(sequence)
+        steps.start(sequence, sampling)
+        drawn = [take() for take in [steps.queue() for _ in range(count)]]
+        sequence += takewhile(lambda token: token >= 0, drawn)
+        self._cache.length = min(length + count - 1, len(sequence))
 
     def _shared(self, tokens: Sequence[int]) -> list[int]:
         """Cut the cache to what it shares with `tokens`, and say what that is. Nothing where others have used it."""

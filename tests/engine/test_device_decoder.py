@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from exl2chat.engine.decoders import Decoder
 from exl2chat.engine.device_decoder import DEPTH, DeviceDecoder
+from exl2chat.engine.drafting import ModelDrafter
 from exl2chat.engine.embeddings import InputEmbeddings
 from exl2chat.engine.generators.choosing import ON_DEVICE, Chooser, known_to_device
 from exl2chat.engine.generators.streaming import Extras, StreamingGenerator, StreamResult
@@ -19,6 +20,7 @@ from exl2chat.engine.sampler import Sampler
 from exl2chat.errors import ChatError
 from exl2chat.settings import Sampling
 from tests.engine.fake_model import VOCABULARY, Claimed, FakeModel, FakeTokenizer
+from tests.engine.speculative import RowsModel, plain, results_of, speculating
 
 CAPACITY = 40
 SETTINGS = (Sampling(temperature=0), Sampling(seed=1), Sampling(seed=2, repetition_penalty=1.5, penalty_range=9))
@@ -267,3 +269,31 @@ def test_the_token_after_a_row_of_embeddings_is_drawn_by_the_host() -> None:
             pass
     assert subject.tokens == host.tokens
     assert device.drawn == 8
+
+
+# Drafts
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_device_drafts_what_the_host_would(monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
+    """One draft from another, the same model's: nearly all of them are right. Settings that it does not know are the
+    host's, and so are drafts after logits that are not numbers."""
+    unknown = Sampling(seed=4, mirostat_tau=3.0)
+    for settings in (*SETTINGS, unknown):
+        device = Device(Memory(), eager)
+        drafter = ModelDrafter(device, device.memory, VOCABULARY)  # type: ignore[arg-type]
+        drafter._steps = device  # type: ignore[assignment]
+        with monkeypatch.context() as patch:
+            subject = speculating(patch, drafter, RowsModel(), CAPACITY, most=3)
+        off = plain(RowsModel(), CAPACITY)
+        for prompt in ([1, 2, 3], [1, 2, 3, 4], [1, 7]):
+            for generator in (off, subject):
+                generator.begin_stream_ex(prompt, settings, max_new_tokens=24)
+            expected = results_of(off)
+            results = [subject.stream_ex() for _ in range(5)]
+            device.fault = "logits"
+            results += results_of(subject)
+            assert results == expected
+            assert subject.speculated.accepted >= subject.speculated.drafted - 3 > 10
+            assert device.memory.written[: device.memory.length] == subject.tokens[: device.memory.length]
+        assert (device.drawn == 0) is (settings is unknown)

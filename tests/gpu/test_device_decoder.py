@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from exl2chat.engine import device_decoder
+from exl2chat.engine.drafting import ModelDrafter
 from exl2chat.engine.generators import choosing
+from exl2chat.engine.generators.choosing import Chooser
+from exl2chat.engine.generators.jobs import Job
+from exl2chat.engine.generators.language import Language
 from exl2chat.engine.generators.streaming import StreamingGenerator
 from exl2chat.engine.transformer import Transformer
 from exl2chat.errors import ChatError
@@ -56,6 +60,26 @@ def host_replies(folder: Path) -> list[list[int]]:
 def test_replies_are_those_of_the_host_sampling_step_by_step(folder: Path) -> None:
     subject = generator(folder)
     assert [reply(subject, PROMPT, settings, 60) for settings in SETTINGS] == host_replies(folder)
+
+
+@pytest.mark.parametrize("folder", GOLDEN[:3], ids=lambda folder: folder.name)
+def test_drafts_that_are_drawn_there_are_those_of_the_host(folder: Path) -> None:
+    """Without penalties, which there count drafts too."""
+    checkpoint = open_checkpoint(folder)
+    model = Transformer.load(checkpoint, CUDA, torch.float16, silent)
+    language = Language(open_tokenizer(checkpoint.folder), model.config.vocab_size)
+    there, here = (ModelDrafter(model, model.new_cache(128), language.size) for _ in range(2))
+    assert there._steps is not None
+    here._steps = None
+    for settings in SETTINGS[:4]:
+        chooser = Chooser(Job((tuple(PROMPT),), 60, settings), PROMPT, language)
+        there.begin(chooser)
+        here.begin(chooser)
+        for length in (20, 21, 28, 24, 125):
+            tokens = (PROMPT * 4)[:length]
+            drafts = there.propose(tokens, 7)
+            assert drafts == here.propose(tokens, 7)
+            assert len(drafts) == min(7, 129 - length)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 6])
