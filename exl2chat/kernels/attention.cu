@@ -30,7 +30,9 @@
 //           product with v. Codes are multiplied as they are, as subnormal numbers: the scale of a key multiplies its
 //           sum, that of a value its weight. Warps, then parts, added in fixed order: bit-equal at every call. A token's
 //           place among blocks and warps depends on its position alone, and tokens that a query may not look at change
-//           nothing: a query's result does not depend on how many are asked at once, of which sequences, nor on pages
+//           nothing: a query's result does not depend on how many are asked at once, of which sequences, nor on pages.
+//           A product that is added to something is an explicit fma, or __fmul_rn: left to the compiler, it became one in
+//           the kernel of 1 row and not in that of 16, and rows of 8 bits differed in their last bits
 // measured  benchmarks/NOTES.md
 // reference attends of exl2chat/ops/reference.py; tests/gpu/test_attention.py
 // source    FlashAttention-2 (arXiv 2307.08691) and flash-decoding (Dao et al. 2023)

@@ -20,10 +20,10 @@ __device__ __forceinline__ void mask(float (&s)[4], const Problem& p, const Part
     const float scale = p.scale * Cache::UNIT;
     if (p.cap > 0) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) s[i] = LOG2E * soften(s[i] * scale, p.cap);
+        for (int i = 0; i < 4; i++) s[i] = __fmul_rn(LOG2E, soften(__fmul_rn(s[i], scale), p.cap));
     } else {
 #pragma unroll
-        for (int i = 0; i < 4; i++) s[i] *= LOG2E * scale;
+        for (int i = 0; i < 4; i++) s[i] = __fmul_rn(s[i], LOG2E * scale);
     }
     if (token + 16 > part.position || p.window > 0)
 #pragma unroll
@@ -49,7 +49,7 @@ __device__ __forceinline__ void weigh(Running& r, Cache::Sums& sums, float (&s)[
         const float base = most[e] > NOTHING ? most[e] - Cache::LIFT : 0;
         s[e] = exp2_fast(s[e] - base);
         s[2 + e] = exp2_fast(s[2 + e] - base);
-        r.sum[e] = r.sum[e] * keep[e] + s[e] + s[2 + e];
+        r.sum[e] = __fmaf_rn(r.sum[e], keep[e], s[e]) + s[2 + e];
     }
     if (__any_sync(~0u, keep[0] != 1 || keep[1] != 1))
 #pragma unroll

@@ -39,8 +39,9 @@ struct Total {
 
 __device__ __forceinline__ void add(Total& total, float most, float4 v, float2 stats) {
     const float weight = exp2_fast(stats.x - most);
-    total.acc = total.acc + make_float4(weight * v.x, weight * v.y, weight * v.z, weight * v.w);
-    total.stats.y += weight * stats.y;
+    total.acc = make_float4(__fmaf_rn(weight, v.x, total.acc.x), __fmaf_rn(weight, v.y, total.acc.y),
+                            __fmaf_rn(weight, v.z, total.acc.z), __fmaf_rn(weight, v.w, total.acc.w));
+    total.stats.y = __fmaf_rn(weight, stats.y, total.stats.y);
 }
 
 __device__ __forceinline__ Total add_warps(const float* sums, const float2* stats, int query, int column) {

@@ -228,7 +228,7 @@ struct Cached {
                         multiply(c, a, b[q][2 * m], b[q][2 * m + 1]);
                     }
 #pragma unroll
-                    for (int i = 0; i < 4; i++) s[q][i] += (i < 2 ? low : high) * c[i];
+                    for (int i = 0; i < 4; i++) s[q][i] = __fmaf_rn(i < 2 ? low : high, c[i], s[q][i]);
                 }
             }
         }
@@ -280,9 +280,9 @@ struct Cached {
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 const int block = (32 * (m >> 1) + 8 * (lane >> 3)) / T::BLOCK;
-                const float level = LEVEL * __shfl_sync(~0u, sums.weights[e], (block & 7) * 4 + (lane & 3));
-                sums.v[m][e] = UNIT * sums.v[m][e] - level;
-                sums.v[m][2 + e] = (BITS < 8 ? UNIT / 16 : UNIT) * sums.v[m][2 + e] - level;
+                const float level = __fmul_rn(LEVEL, __shfl_sync(~0u, sums.weights[e], (block & 7) * 4 + (lane & 3)));
+                sums.v[m][e] = __fmaf_rn(UNIT, sums.v[m][e], -level);
+                sums.v[m][2 + e] = __fmaf_rn(BITS < 8 ? UNIT / 16 : UNIT, sums.v[m][2 + e], -level);
             }
     }
     // Fresh: tiles [2 kinds][2], the first that of `position`.

@@ -72,10 +72,10 @@ __device__ __forceinline__ void turn_head(Head<SIZE>& h, const Turning& t, float
     if (h.turns && t.scale) {
         float sum = 0;
 #pragma unroll
-        for (int j = 0; j < EACH; j++) sum += h.x[j] * h.x[j];
+        for (int j = 0; j < EACH; j++) sum = __fmaf_rn(h.x[j], h.x[j], sum);
 #pragma unroll
         for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
-        factor = rsqrtf(sum + h.floor * h.floor);
+        factor = rsqrtf(__fmaf_rn(h.floor, h.floor, sum));
     }
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void turn_head(Head<SIZE>& h, const Turning& t, float
     for (int j = 0; j < EACH; j++) {
         const int i = lane + 32 * j, other = i < half ? i + half : i - half;
         const float partner = h.turns && i < t.rotary ? v[other] : 0.f;
-        h.x[j] = h.x[j] * h.cos[j] + partner * h.sin[j];
+        h.x[j] = __fmaf_rn(h.x[j], h.cos[j], __fmul_rn(partner, h.sin[j]));
     }
     __syncwarp();
 }

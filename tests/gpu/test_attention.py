@@ -10,9 +10,9 @@ from exl2chat.ops import Heads, reference
 from exl2chat.ops.attention import PLAIN_BITS
 from exl2chat.ops.cache_format import CacheFormat
 from exl2chat.ops.cuda import CudaOps
+from exl2chat.ops.kernel_benchmark import random_weight
 from exl2chat.ops.packed import Norm, pack_norm
-from exl2chat.ops.tiled import TiledWeight, arrange
-from exl2chat.ops.tiles import fragment_order
+from exl2chat.ops.tiled import arrange
 from tests.gpu.attention_cases import (
     BITS,
     CUDA,
@@ -61,7 +61,7 @@ def check(ops: CudaOps, shape: Shape, count: int, length: int, bits: int = PLAIN
     assert out.dtype == torch.float16
     off = (out.float() - expected).abs()
     # a quantised key on the edge between two codes may fall to either side of it, which moves what few tokens come to
-    assert (off > 4e-3).float().mean() <= (0 if bits == PLAIN_BITS else 1e-2)
+    assert (off > 4e-3).float().mean() <= (0 if bits == PLAIN_BITS else 3e-2)
     assert off.max() < 5e-2
     check_written(ours, theirs, size, length, length + count)
 
@@ -182,7 +182,7 @@ def test_partial_sums_of_queries_keys_and_values_are_added(ops: CudaOps, bits: i
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 0), (3, 100), (8, 900)])
 def test_the_result_arrives_in_the_form_of_the_next_matrix(ops: CudaOps, rows: int, length: int) -> None:
-    tiles = TiledWeight((), fragment_order(torch.randperm(256, device=CUDA)), {8: None}, 0)  # type: ignore[dict-item]
+    tiles = random_weight(256, (96,), [(4, 1.0)], CUDA)
     store = memory((4, 2, 64), length, 1024)
     qkv = random(rows, 8 * 64).half()
     (attend,) = ops.attends(store, rows, Heads(4, 2, 64, 0.1, None), [None])

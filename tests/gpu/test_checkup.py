@@ -12,7 +12,9 @@ from exl2chat.engine.checkup import FAMILIES, TOLERANCE
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_agrees_with_the_reference(name: str) -> None:
-    assert 0 < FAMILIES[name].error(torch.device("cuda")) <= TOLERANCE
+    """Numbers are rounded; drawn tokens are the same or not."""
+    error = FAMILIES[name].error(torch.device("cuda"))
+    assert error == 0 if name == "drawing" else 0 < error <= TOLERANCE
 
 
 def test_the_doctor_finds_nothing_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,16 @@ def test_golden_logits_in_steps_of_any_size(folder: Path, rows: int) -> None:
     close(torch.cat([model.forward(part, cache) for part in tokens.split(rows)]), logits.reshape(len(tokens), -1))
 
 
+@pytest.mark.parametrize("rows", [5, 24, 200])
+@pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
+def test_the_last_logits_alone(folder: Path, rows: int) -> None:
+    expected = load_file(folder / "expected.safetensors")
+    tokens, logits = expected["input_ids"][0].long().to(CUDA)[:rows], expected["logits"]
+    model = load(folder)
+    last = model.forward(tokens, model.new_cache(256), last_only=True)
+    close(last, logits.reshape(-1, last.shape[1])[len(tokens) - 1 : len(tokens)])
+
+
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
 def test_steps_equal_the_prompt_past_a_page(folder: Path) -> None:
     model = load(folder)

@@ -10,8 +10,8 @@ import torch
 
 from exl2chat.ops import Heads
 from exl2chat.ops.cuda import CudaOps
-from exl2chat.ops.tiled import TiledWeight, arrange
-from exl2chat.ops.tiles import fragment_order
+from exl2chat.ops.kernel_benchmark import random_weight
+from exl2chat.ops.tiled import arrange
 from tests.gpu.attention_cases import (
     BITS,
     CUDA,
@@ -138,7 +138,7 @@ def test_prompts(ops: CudaOps, length: int, bits: int) -> None:
 
 def test_the_result_arrives_in_the_form_of_the_next_matrix(ops: CudaOps) -> None:
     shape: Shape = (4, 2, 64)
-    tiles = TiledWeight((), fragment_order(torch.randperm(256, device=CUDA)), {8: None}, 0)  # type: ignore[dict-item]
+    tiles = random_weight(256, (96,), [(4, 1.0)], CUDA)
     pool = scatter(stores_of(shape, (3, 900, 260), 2, 16))
     qkv = random(6, 8 * 64).half()
     (layer,) = ops.attends(pool, 2, Heads(*shape, 0.1, None), [None])

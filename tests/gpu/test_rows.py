@@ -5,9 +5,9 @@ import torch
 
 from exl2chat.ops import reference
 from exl2chat.ops.cuda import CudaOps
+from exl2chat.ops.kernel_benchmark import random_weight
 from exl2chat.ops.packed import Plain, pack_norm
-from exl2chat.ops.tiled import TiledWeight, arrange
-from exl2chat.ops.tiles import fragment_order
+from exl2chat.ops.tiled import arrange
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -89,8 +89,7 @@ def test_partial_sums_are_added(ops: CudaOps, parts: int, rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_activations_arrive_in_the_form_of_the_next_matrix(ops: CudaOps, rows: int) -> None:
     """As `arrange` would put them."""
-    order = torch.randperm(256, device=CUDA)
-    tiles = TiledWeight((), fragment_order(order), {8: None}, 0)  # type: ignore[dict-item]
+    tiles = random_weight(256, (96,), [(4, 1.0)], CUDA)
     x, norm = random(rows, 256), pack_norm(random(256), 1e-5, CUDA)
     assert torch.equal(ops.norm(x, norm, tiles), arrange(ops.norm(x, norm, NEXT), tiles.order))
     y = ops.add_norm(x.clone(), x, None, norm, tiles)
