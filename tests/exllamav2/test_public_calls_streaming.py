@@ -1,6 +1,7 @@
 """The streaming generator, called in the patterns of the public scripts for exllamav2."""
 
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from exl2chat.errors import ContextError, UsageError
+from exl2chat.engine.generators import dynamic
+from exl2chat.errors import ChatError, ContextError, UsageError
 from exl2chat.exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Lora, ExLlamaV2Tokenizer
 from exl2chat.exllamav2.generator import (
     ExLlamaV2PostSamplingResult,
@@ -164,6 +166,19 @@ def test_a_draft_model_needs_no_cache_of_the_script(make: Make, model: ExLlamaV2
     assert generator.get_sd_stats()[4] > 0
 
 
+def test_a_prompt_that_is_refused_counts_nothing(make: Make, model: ExLlamaV2) -> None:
+    generator = make(64, draft_model=model)
+    reply(generator, count=20)
+    before = generator.get_sd_stats()
+    assert before[4] > 0
+    for _ in range(2):
+        with pytest.raises(ContextError):
+            reply(generator, PROMPT * 20)
+        assert generator.get_sd_stats() == before
+    reply(generator, count=20)
+    assert generator.get_sd_stats()[2:] == tuple(2 * number for number in before[2:])
+
+
 # Forms, LoRAs
 
 
@@ -258,6 +273,70 @@ def test_guidance_has_room_for_both_prompts_or_says_so(make: Make) -> None:
     for begin in (lambda tiny: guided(tiny, 0.5), reply):
         with pytest.raises(ContextError, match="no room"):
             begin(make(5, batch_size=2))
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many jobs there are in each step of a guided reply. Steps without one would have no end."""
+    counted: list[int] = []
+    usual = dynamic.DynamicGenerator.iterate
+
+    def iterate(self: dynamic.DynamicGenerator) -> list[Any]:
+        counted.append(self.remaining)
+        assert counted[-1]
+        return usual(self)
+
+    monkeypatch.setattr(dynamic.DynamicGenerator, "iterate", iterate)
+    return counted
+
+
+@pytest.mark.usefixtures("steps")
+def test_a_guided_reply_that_failed_is_over(make: Make) -> None:
+    def fail(_: ExLlamaV2PostSamplingResult) -> None:
+        raise ValueError("of the hook")
+
+    generator = make(batch_size=2)
+    expected = guided(generator, 0.5)
+    settings = Settings.greedy(cfg_scale=0.5, post_sampling_hooks=[fail])
+    generator.begin_stream_ex(generator.tokenizer.encode(PAIR), settings)
+    with pytest.raises(ValueError, match="of the hook"):
+        generator.stream_ex()
+    with pytest.raises(ChatError, match="no reply was begun"):
+        generator.stream_ex()
+    assert guided(generator, 0.5) == expected
+
+
+@pytest.mark.usefixtures("steps")
+@pytest.mark.parametrize("used", [False, True])
+def test_no_reply_is_there_where_a_guided_one_could_not_begin(make: Make, used: bool) -> None:
+    generator = make(batch_size=2)
+    expected = guided(make(batch_size=2), 0.5)
+    ids = generator.tokenizer.encode(PAIR)
+    if used:
+        guided(generator, 0.5)  # which could go on
+    mask = torch.tensor([[True], [False]]).expand(ids.shape)
+    with pytest.raises(UsageError, match="no tokens"):
+        generator.begin_stream_ex(ids, Settings.greedy(cfg_scale=0.5), input_mask=mask)
+    with pytest.raises(ChatError, match="no reply was begun"):
+        generator.stream_ex()
+    assert guided(generator, 0.5) == expected
+
+
+def test_a_guided_reply_stops_while_its_prompts_are_read(
+    make: Make, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Event(threading.Event):
+        def is_set(self) -> bool:
+            return len(steps) == 2
+
+    monkeypatch.setattr(dynamic, "prefill_chunk", lambda _: 4)
+    generator = make(batch_size=2)
+    settings = Settings.greedy(cfg_scale=0.5)
+    generator.begin_stream_ex(generator.tokenizer.encode(PAIR), settings, abort_event=Event())
+    for _ in range(2):
+        result = generator.stream_ex()
+        assert (result["chunk"], result["stop_reason"], result["reply_tokens"]) == ("", "stopped", 0)
+    assert len(steps) == 2
 
 
 def test_a_hook_sees_every_draw_and_may_change_it(make: Make, tokenizer: ExLlamaV2Tokenizer) -> None:

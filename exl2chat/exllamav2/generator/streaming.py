@@ -1,7 +1,7 @@
 """`ExLlamaV2StreamingGenerator`: a stream of one reply."""
 
 from collections.abc import Collection, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Event
 from typing import Any
 
@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from exl2chat.engine.drafting import Speculate
-from exl2chat.engine.embeddings import InputEmbeddings
-from exl2chat.engine.generators.jobs import Job
 from exl2chat.engine.generators.streaming import Extras, StreamingGenerator, StreamResult
 from exl2chat.engine.stopping import StopConditions
 from exl2chat.errors import ContextError, UsageError
@@ -49,8 +47,7 @@ class ExLlamaV2StreamingGenerator:
         self._drafts = draft_model, draft_cache, num_speculative_tokens
         self._ngram, self._known = False, tuple[int, ...]()
         self._extras = Extras()
-        self._earlier = (0, 0, 0)
-        self._reply_tokens = 0
+        self._earlier = self._reply = (0, 0, 0)  # tokens, drafts and accepted drafts: before this reply, and of it
         self._generator = self._make()
         self._stream: StreamingGenerator | JobStream = self._generator
         self.set_stop_conditions(tokenizer.eos_ids)
@@ -92,8 +89,7 @@ class ExLlamaV2StreamingGenerator:
 
     def reset_sd_stats(self) -> None:
         """Count drafts from here on."""
-        self._earlier = (0, 0, 0)
-        tokens, drafted, accepted = self._counted()
+        tokens, drafted, accepted = self._reply
         self._earlier = (-tokens, -drafted, -accepted)
 
     def get_sd_stats(self) -> tuple[float, float, int, int, int]:
@@ -103,8 +99,8 @@ class ExLlamaV2StreamingGenerator:
 
     def _counted(self) -> tuple[int, int, int]:
         """Tokens, drafts and accepted drafts of the earlier replies and this one."""
-        (tokens, drafted, accepted), now = self._earlier, self._stream.speculated
-        return tokens + self._reply_tokens, drafted + now.drafted, accepted + now.accepted
+        (tokens, drafted, accepted), reply = self._earlier, self._reply
+        return tokens + reply[0], drafted + reply[1], accepted + reply[2]
 
     def warmup(self) -> None:
         """One forward pass, so that the first reply is as fast as the others."""
@@ -172,52 +168,60 @@ class ExLlamaV2StreamingGenerator:
         first is in `sequence_ids`, and a cache with a batch_size of 2.
         """
         refuse_set(Begin, **kwargs)
-        self._earlier, self._reply_tokens = self._counted(), 0
         self.abort_event = abort_event
         input_ids, embeddings = spliced(input_ids, input_embeddings)
-        adapters, abort = scaled_loras(loras), is_set(abort_event)
         sampling, guidance, hooks = engine_settings(gen_settings, None)
-        self._extras = Extras(
+        extras = Extras(
             constraint_of(self.tokenizer, filters or gen_settings.filters or ()), filter_prefer_eos, token_healing,
             banned_strings or (), return_probabilities, return_top_tokens, return_logits, hooks,
         )  # fmt: skip
-        if guidance is not None:
-            prompts = unpadded(input_ids, input_mask, position_offsets)
-            job = self._guided(prompts, sampling, guidance, decode_special_tokens, embeddings)
-            self._stream = self._jobs
-            self._jobs.begin(job, adapters, abort)
-            return
-        input_ids, positions = attended(input_ids, input_mask, position_offsets)
-        self._stream = self._generator
-        self._generator.begin_stream_ex(
-            input_ids, sampling, abort=abort, extras=self._extras,
-            max_new_tokens=self._room(input_ids.shape[-1]) if self.cache.batch_size > 1 else None, adapters=adapters,
-            decode_special_tokens=decode_special_tokens, embeddings=embeddings, positions=positions,
+        begin = self._begin if guidance is None else partial(self._begin_guided, guidance=guidance)
+        self._stream = begin(
+            input_ids, input_mask, position_offsets, sampling, extras, abort=is_set(abort_event),
+            adapters=scaled_loras(loras), decode_special_tokens=decode_special_tokens, embeddings=embeddings,
         )  # fmt: skip
+        self._extras = extras
+        self._earlier, self._reply = self._counted(), (0, 0, 0)
+
+    def _begin(
+        self,
+        input_ids: Tensor,
+        input_mask: Tensor | None,
+        offsets: Tensor | None,
+        sampling: Sampling,
+        extras: Extras,
+        **more: Any,
+    ) -> StreamingGenerator:
+        """The stream of a reply to one prompt."""
+        input_ids, positions = attended(input_ids, input_mask, offsets)
+        room = self._room(input_ids.shape[-1]) if self.cache.batch_size > 1 else None
+        self._generator.begin_stream_ex(
+            input_ids, sampling, max_new_tokens=room, extras=extras, positions=positions, **more
+        )
+        return self._generator
+
+    def _begin_guided(
+        self,
+        input_ids: Tensor,
+        input_mask: Tensor | None,
+        offsets: Tensor | None,
+        sampling: Sampling,
+        extras: Extras,
+        guidance: float,
+        **more: Any,
+    ) -> JobStream:
+        """The stream of a reply that a second prompt guides. ContextError where the cache has no room for it."""
+        prompts = unpadded(input_ids, input_mask, offsets)
+        if len(prompts) > self.cache.batch_size:
+            raise UsageError(f"{len(prompts)} prompts in a cache for one", f"make it with batch_size={len(prompts)}")
+        room = self._room(max(map(len, prompts)) + bool(extras.banned_strings))
+        stops = StopConditions(frozenset(self.stop_tokens), tuple(self.stop_strings))
+        self._jobs.begin_stream_ex(prompts, sampling, guidance, stops, max_new_tokens=room, extras=extras, **more)
+        return self._jobs
 
     @cached_property
     def _jobs(self) -> JobStream:
         return JobStream(self.model, self.cache, self.tokenizer)
-
-    def _guided(
-        self,
-        prompts: tuple[tuple[int, ...], ...],
-        sampling: Sampling,
-        guidance: float,
-        special: bool,
-        embeddings: tuple[InputEmbeddings, ...],
-    ) -> Job:
-        """A reply that a second prompt guides. ContextError where the cache has no room for it."""
-        if len(prompts) > self.cache.batch_size:
-            raise UsageError(f"{len(prompts)} prompts in a cache for one", f"make it with batch_size={len(prompts)}")
-        extras = self._extras
-        room = self._room(max(map(len, prompts)) + bool(extras.banned_strings))
-        stops = StopConditions(frozenset(self.stop_tokens), tuple(self.stop_strings))
-        return Job(
-            prompts, room, sampling, stops, 0, guidance, extras.token_healing, extras.banned_strings,
-            extras.constraint, extras.prefer_end, special, extras.return_top_tokens, extras.return_probabilities,
-            extras.return_logits, extras.hooks, continuing=False, embeddings=embeddings,
-        )  # fmt: skip
 
     def _room(self, length: int) -> int:
         """How many tokens may follow `length` in one row of the cache. ContextError for none."""
@@ -238,7 +242,8 @@ class ExLlamaV2StreamingGenerator:
         """
         refuse_set("ExLlamaV2StreamingGenerator.stream_ex", **kwargs)
         result = self._stream.stream_ex(ban_tokens or ())
-        self._reply_tokens = result.reply_tokens
+        drafts = self._stream.speculated
+        self._reply = (result.reply_tokens, drafts.drafted, drafts.accepted)
         answer = {
             "chunk": result.text,
             "eos": result.eos,
