@@ -244,8 +244,7 @@ class ExLlamaV2DynamicGenerator:
         last = self._run(jobs, abort_event)
         if last is None:
             return None
-        starts = ["" if completion_only else text if isinstance(text, str) else text[0] for text in prompts]
-        done = [start + record["full_completion"] for start, record in zip(starts, last, strict=True)]
+        done = _texts(prompts, last, completion_only)
         results = (done, last) if isinstance(prompt, list) else (done[0], last[0])
         return results if return_last_results else results[0]
 
@@ -273,6 +272,12 @@ class ExLlamaV2DynamicGenerator:
         finally:
             self.clear_queue()
         return [last[serial] for serial in serials]
+
+
+def _texts(prompts: Sequence[Prompt], last: Sequence[Record], completion_only: bool) -> list[str]:
+    """Each prompt, of a pair the first, with what follows; or that alone."""
+    starts = ["" if completion_only else text if isinstance(text, str) else text[0] for text in prompts]
+    return [start + record["full_completion"] for start, record in zip(starts, last, strict=True)]
 
 
 def _has_lists(given: Sequence[Any] | None) -> bool:
