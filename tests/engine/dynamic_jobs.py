@@ -60,7 +60,7 @@ def drain(subject: DynamicGenerator, act: Callable[[int], None] = nothing) -> li
     for step in itertools.count():
         act(step)
         if not subject.remaining:
-            return results
+            break
         results += subject.iterate()
     return results
 

@@ -11,7 +11,7 @@ from exl2chat.engine.generators.asynchronous import AsyncDynamicGenerator, Strea
 from exl2chat.engine.generators.dynamic import DynamicGenerator
 from exl2chat.engine.generators.jobs import Choice, Result, Streamed
 from exl2chat.errors import ContextError, UsageError
-from tests.engine.test_dynamic import SETTINGS, generator, job, prompt, reply, streamed
+from tests.engine.dynamic_jobs import SETTINGS, generator, job, prompt, reply, streamed
 
 PATIENCE = 60  # seconds after which a test has failed
 

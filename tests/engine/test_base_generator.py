@@ -9,7 +9,7 @@ from exl2chat.engine.generators.jobs import Choice, Job
 from exl2chat.engine.stopping import StopConditions
 from exl2chat.errors import ContextError, UsageError
 from exl2chat.settings import Sampling
-from tests.engine.test_dynamic import GREEDY, SETTINGS, prompt, streamed, text
+from tests.engine.dynamic_jobs import GREEDY, SETTINGS, prompt, streamed, text
 from tests.engine.tiny_models import ByteTokenizer, byte_model
 
 

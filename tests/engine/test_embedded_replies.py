@@ -19,10 +19,9 @@ from exl2chat.engine.scheduler import Limits
 from exl2chat.engine.transformer import Transformer
 from exl2chat.errors import UsageError
 from exl2chat.settings import Sampling
-from tests.engine.test_dynamic import GREEDY, SETTINGS, prompt
-from tests.engine.test_embeddings import rows
-from tests.engine.test_transformer import load, make_model
+from tests.engine.dynamic_jobs import GREEDY, SETTINGS, prompt
 from tests.engine.tiny_models import ByteTokenizer
+from tests.engine.transformers_models import load, make_model, rows
 
 PICTURE, OTHER = InputEmbeddings.of(rows(20)), InputEmbeddings.of(rows(20, 1))
 TEXT = prompt(60)

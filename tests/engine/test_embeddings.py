@@ -10,13 +10,7 @@ import torch
 from exl2chat.engine.embeddings import FIRST_ID, IDS, InputEmbeddings, check_prompt, encode_marked
 from exl2chat.engine.transformer import Transformer
 from exl2chat.errors import UsageError
-from tests.engine.test_transformer import TOLERANCE, VARIANTS, load, make_model, tokens
-
-HIDDEN = 48  # of the models of test_transformer
-
-
-def rows(count: int, seed: int = 0, width: int = HIDDEN) -> torch.Tensor:
-    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+from tests.engine.transformers_models import HIDDEN, TOLERANCE, VARIANTS, load, make_model, rows, tokens
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2"])  # one that scales embeddings, too

@@ -83,8 +83,31 @@ def test_the_streaming_generator_reads_what_is_forced_in_one_step(
     assert tuple(json.loads(texts[0])) == NAMES
     assert counts[1] < 0.7 * counts[0]
     assert subject.speculated.accepted > 10
-    subject.begin_stream_ex(ids, SAMPLING, max_new_tokens=3)
-    assert subject.stream_ex().reply_tokens == 1
+
+
+def test_a_stream_that_is_dropped_within_what_is_forced_leaves_nothing_of_it(
+    parts: tuple[Transformer, Tokenizer], steps: list[int]
+) -> None:
+    model, tokenizer = parts
+    ids = tokenizer.encode("Tell me of the island in numbers:", False, True)
+
+    def free(subject: StreamingGenerator) -> list[int]:
+        subject.begin_stream_ex(ids, SAMPLING, max_new_tokens=20)
+        while not subject.stream_ex().eos:
+            pass
+        return subject.tokens[len(ids) :]
+
+    expected = free(StreamingGenerator(model, model.new_cache(256), tokenizer, speculate="off"))
+    subject = StreamingGenerator(model, model.new_cache(256), tokenizer)
+    subject.begin_stream_ex(ids, SAMPLING, extras=Extras(constraint=rule(parts)))
+    steps.clear()
+    result = subject.stream_ex()
+    while result.reply_tokens == len(steps):  # until one was computed with another
+        assert not result.eos
+        result = subject.stream_ex()
+    steps.clear()
+    assert free(subject) == expected
+    assert steps == [1] * len(expected)  # nothing is drafted where nothing is forced
 
 
 def test_jobs_read_what_is_forced_in_one_step(parts: tuple[Transformer, Tokenizer]) -> None:

@@ -20,7 +20,7 @@ from exl2chat.model.tensors import read_float32
 from exl2chat.model.tokenizer import open_tokenizer
 from exl2chat.progress import silent
 from exl2chat.settings import Sampling
-from tests.engine.test_transformer import VARIANTS, load, make_model, tokens
+from tests.engine.transformers_models import VARIANTS, load, make_model, tokens
 from tests.model.lora_files import ALPHA, RANK, make_lora
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"

@@ -12,9 +12,9 @@ from exl2chat.engine.generators.dynamic import DynamicGenerator
 from exl2chat.engine.generators.jobs import Job
 from exl2chat.engine.generators.streaming import StreamingGenerator
 from exl2chat.engine.transformer import Transformer
-from tests.engine.test_dynamic import GREEDY, prompt
-from tests.engine.test_transformer import VARIANTS, load, make_model
+from tests.engine.dynamic_jobs import GREEDY, prompt
 from tests.engine.tiny_models import ByteTokenizer
+from tests.engine.transformers_models import VARIANTS, load, make_model
 
 COUNT = 10
 IDS = prompt(60)
