@@ -49,7 +49,8 @@ class DeviceDecoder:
     def next(self, tokens: Sequence[int]) -> int:
         """The token after `tokens`. The cache held the first of them, then it holds them all. ChatError when the logits
         are not numbers."""
-        if self._cache.length != self._length:  # the first token, or the first since a failure or another's use
+        # else it is the first token, or the first since a failure or another's use, or asked for again
+        if not self._length == self._cache.length == len(tokens) - 1:
             self._flying.clear()
             self._steps.start(tokens, self._settings)
         self._length = None

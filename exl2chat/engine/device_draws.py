@@ -28,7 +28,7 @@ class Drawing:
 
 @dataclass(slots=True, eq=False)
 class _Counted:
-    """The window of a job's penalties once the step that was prepared last has drawn: of `length` tokens."""
+    """The window of a text's penalties once the step that was prepared last has drawn: of `length` tokens."""
 
     window: DeviceWindow
     length: int
@@ -42,37 +42,45 @@ class DeviceDraws:
         """Tokens are drawn from the first `vocabulary`; a text has up to `longest`."""
         self._vocabulary, self._longest = vocabulary, longest
         self._memory = {"position": positions, "token": tokens, "results": results}
-        self._windows: dict[int, _Counted] = {}
+        self._windows: dict[Drawing, _Counted] = {}
+        self._sent = False
         self._used: list[tuple[Drawing | None, _Counted | None]] = [(None, None)] * len(positions)
         self.table: NDArray[np.void] = np.concatenate([self._row(place, UNASKED, None) for place in range(len(tokens))])
 
     def prepare(self, rows: Sequence[Row], draws: Mapping[int, Drawing]) -> bool:
-        """Have `table` say how these rows draw: those of jobs in `draws` as these say. Whether it is not as it was."""
-        known, self._windows = self._windows, {}
-        changed = False
+        """Have `table` say how these rows draw: those of jobs in `draws` as these say. Whether it must be sent again.
+
+        A step may be several groups of rows, each with the `draws` of all: what these do not name is forgotten.
+        """
+        wanted = set(draws.values())
+        self._windows = {drawing: counted for drawing, counted in self._windows.items() if drawing in wanted}
         for place, used in enumerate(self._used):
             drawing = draws.get(rows[place].job) if place < len(rows) else None
             counted = None
             if drawing is not None and penalties.active(drawing.settings):
                 row = rows[place]
-                counted = self._count(known.get(row.job), drawing, row.start + len(row.tokens))
-                self._windows[row.job] = counted
+                counted = self._count(drawing, row.start + len(row.tokens))
             if used != (drawing, counted):
-                self._used[place] = drawing, counted
+                self._sent = False
                 self.table[place] = self._row(place, UNASKED if drawing is None else drawing.settings, counted)[0]
-                changed = True
-        return changed
+                self._used[place] = drawing, counted
+        return not self._sent
 
-    def _count(self, counted: _Counted | None, drawing: Drawing, length: int) -> _Counted:
+    def sent(self) -> None:
+        """The device has `table` as it is now."""
+        self._sent = True
+
+    def _count(self, drawing: Drawing, length: int) -> _Counted:
         """A window of the text of `length` tokens, and of the one that this step draws. The one that the last step left
         unless the text is another: some of it was taken back, or another drew a token of it."""
+        counted = self._windows.get(drawing)
         if counted is None or counted.length != length:
             settings = drawing.settings
             text = torch.tensor(drawing.text, device=self._memory["token"].device)
             window = count_window(
                 text, settings.penalty_range, settings.penalty_decay, self._vocabulary, self._longest + 1
             )
-            counted = _Counted(window, length)
+            counted = self._windows[drawing] = _Counted(window, length)
         counted.length += 1
         return counted
 

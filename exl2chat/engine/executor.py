@@ -44,7 +44,9 @@ class Executor:
 
     A row's logits are those that it would have alone, up to the rounding of matrix products: these may add up in
     another order when they multiply more rows, so that a tie of two tokens to the last bits may fall the other way. On
-    a GPU with our kernels they do not as long as there are 1 to 8 rows of a token, or 9 to 16, or 17 to 64.
+    a GPU with our kernels they do not as long as there are 1 to 8 rows of a token, or 9 to 16, or 17 to 64. A row of a
+    token and up to 7 drafts is as 1 to 8 rows: of up to 8 sequences drafts change no bit. Of more, and with more
+    drafts, rows with drafts may be rounded in another way than those without.
     """
 
     def __init__(self, model: Transformer, cache: KVCache, vocabulary: int) -> None:

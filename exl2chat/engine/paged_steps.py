@@ -20,7 +20,10 @@ from exl2chat.progress import silent
 # Sequences of a graph. Up to 16 gemv.cu multiplies (up to 8 to the same bits), then gemm.cu, in tiles of 32 and of 64.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 MOST = BUCKETS[-1]
-LENGTHS = (1, 32, 64)  # tokens of a sequence; of several there is one sequence
+# Tokens of a sequence; of several there is one sequence. Up to 8, which are a token and its drafts, nothing fills them
+# up: they take the kernels of 8 sequences of a token, gemv.cu and attention.cu, whose bits are the same. What fills the
+# others up prefill_attention.cu takes for zeros, and attention.cu would write it into pages of others.
+LENGTHS = (*range(1, 9), 32, 64)
 # Pages of a sequence, at most, or as many as there are. Attention has a block for each (of 16 or so) in every sequence
 # and group, whether there is anything in it or not.
 WIDTHS = (1, 4)
@@ -38,9 +41,9 @@ class Mirrored:
         self.host: NDArray[Any] = self._memory.numpy()
         self.device = torch.zeros(shape, dtype=dtype, device=device)
 
-    def send(self) -> None:
-        """Queue the copy. The host's memory must not change before it has ended."""
-        self.device.copy_(self._memory, non_blocking=True)
+    def send(self, rows: slice = slice(None)) -> None:
+        """Queue the copy, of all or of some. The host's memory must not change before it has ended."""
+        self.device[rows].copy_(self._memory[rows], non_blocking=True)
 
 
 class PageTables:
@@ -48,17 +51,21 @@ class PageTables:
 
     def __init__(self, width: int, device: torch.device) -> None:
         self._tables = Mirrored((MOST, width), torch.int32, device)
-        self._placed: list[tuple[int, ...]] = [()] * MOST
+        self._placed: list[tuple[int, ...]] = [()] * MOST  # what was sent, () where that is not known
         self.device = self._tables.device
 
     def place(self, rows: Sequence[Row]) -> None:
-        """Send the tables, if any of them has changed."""
+        """Send the tables from the first that has changed to the last, if any has."""
         changed = [place for place, row in enumerate(rows) if self._placed[place] != row.pages]
+        if not changed:
+            return
         for place in changed:
-            pages = self._placed[place] = rows[place].pages
+            pages = rows[place].pages
+            self._placed[place] = ()
             self._tables.host[place, : len(pages)] = pages
-        if changed:
-            self._tables.send()
+        self._tables.send(slice(changed[0], changed[-1] + 1))
+        for place in changed:
+            self._placed[place] = rows[place].pages
 
 
 class StepMemory:
@@ -122,6 +129,7 @@ class PagedSteps:
         lasts = self._memory.place([*rows, *[rows[-1]] * (bucket - count)])  # the same row again writes the same
         if self._draws.prepare(rows, draws):
             self._sampler.set_rows(self._draws.table)
+            self._draws.sent()
         logits = self._graph(bucket, each, self._memory.width(rows))()
         self._drawn.record(0)
         self._drawn.wait(0)

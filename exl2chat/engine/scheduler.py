@@ -306,8 +306,11 @@ class Scheduler:
         return all(self._reserve(job, sequence, sequence.missing, step) for sequence in job.sequences)
 
     def _decode(self, job: _Job, step: _Step) -> None:
-        """The job's last tokens, with room for as many drafts as can be had without taking pages from another job."""
+        """The job's last tokens, with room for as many drafts as can be had without taking pages from another job. The
+        end of a prompt gets none: with more tokens a GPU may round its logits in another way."""
         drafts = min(self._limits.drafts, job.limit - job.generated - 1)
+        if any(sequence.missing > 1 for sequence in job.sequences):
+            drafts = 0
         for sequence in job.sequences:
             if self._pages.reserve(sequence, sequence.missing + drafts) is None:
                 drafts = len(sequence.pages) * self._pages.size - len(sequence.tokens)

@@ -24,8 +24,9 @@
 //           WARPS a power of two up to 16. Calls whose results are to be the same agree in WARPS and splits. Position,
 //           pages and the old part of the cache are read before the predecessor has ended: nothing of them may come from
 //           the kernel just before this one, which itself must not release its successor before it has waited. With
-//           that, all that was queued before that kernel has ended once this one begins. (gemv.cu, norm.cu and gate.cu
-//           wait first, so does this kernel; kernels that never release do by ending)
+//           that, all that was queued before that kernel has ended once this one begins. (gemv.cu, norm.cu, gate.cu,
+//           rope_cache.cu, expand_cache.cu and prefill_attention.cu wait first, so does this kernel; kernels that
+//           never release do by ending)
 // numerics  float16 products, float32 sums; softmax in float32 to the base 2, its weights rounded to float16 for their
 //           product with v. Codes are multiplied as they are, as subnormal numbers: the scale of a key multiplies its
 //           sum, that of a value its weight. Warps, then parts, added in fixed order: bit-equal at every call. A token's

@@ -14,8 +14,8 @@ extern "C" __global__ void __launch_bounds__(128)
 expand_cache(const u8* cache, const int* pages, __half* rows, long long room, int first, int tiles) {
     typedef Tile<CACHE_BITS, HEAD_DIM> Packed;
     const int tile = blockIdx.x * 4 + (threadIdx.x >> 5);
-    release_successor();
     await_predecessor();
+    release_successor();
     if (tile >= tiles) return;
     const u8* from = cache + (blockIdx.y * (room / 16) + find_token(pages, (first + tile) * 16) / 16) * Packed::BYTES;
     __half* to = rows + ((size_t)blockIdx.y * tiles + tile) * 16 * HEAD_DIM;

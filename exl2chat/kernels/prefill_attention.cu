@@ -264,7 +264,6 @@ __device__ __forceinline__ void weigh_tile(const Problem& p, const Sight& sight,
 
 extern "C" __global__ void __launch_bounds__(THREADS, ENOUGH) prefill_attention(const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) uint4 shared[];
-    release_successor();
     const Task t = find_task(p);
     const int lane = threadIdx.x & 31, mine = (threadIdx.x >> 5) * MTILES * 16, group = WGMMA ? mine / GROUP * GROUP : mine;
     const Sight sight = {token_of(p, t, group), group < t.count ? token_of(p, t, group + GROUP - 1) : -1,
@@ -280,6 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ENOUGH) prefill_attention(
         running[m] = {{token_of(p, t, mine + m * 16 + lane / 4), token_of(p, t, mine + m * 16 + 8 + lane / 4)},
                       {NOTHING, NOTHING}};
     await_predecessor();
+    release_successor();
     fetch_queries(queries, p, t);
     int stage = 0;
     auto fetch = [&](int token) {
@@ -312,9 +312,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, ENOUGH) prefill_attention(
 
 // One warp a row of [T * H].
 extern "C" __global__ void __launch_bounds__(128) merge_parts(const __grid_constant__ Problem p) {
-    release_successor();
     const int rows = p.rows * p.heads, row = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     await_predecessor();
+    release_successor();
     if (row >= rows) return;
     float most = NOTHING, sum = 0;
     for (int part = 0; part < p.parts; part++) most = fmaxf(most, p.stats[(size_t)part * rows + row].x);

@@ -54,8 +54,8 @@ __device__ __forceinline__ void rope_cache(const T* qkv, int parts, const Turnin
                                            const Target& to, int heads, int groups) {
     __shared__ float v[WARPS][HEAD_DIM];
     const int warp = threadIdx.x >> 5, head = blockIdx.x * WARPS + warp, row = blockIdx.y, all = heads + 2 * groups;
-    release_successor();
     await_predecessor();
+    release_successor();
     if (head >= all) return;
     const int last = to.last ? *to.last : *position + row, place = min(*position + row, last);
     const size_t stride = (size_t)gridDim.y * all * HEAD_DIM;

@@ -221,6 +221,17 @@ def test_the_cache_used_by_another_is_taken_up_again() -> None:
     assert results == expected
 
 
+def test_a_token_is_told_as_often_as_it_is_asked_for() -> None:
+    """As when somebody was interrupted before it had a place in the sequence."""
+    device = Device(Memory(), eager=True)
+    subject = DeviceDecoder(device, device.memory, SETTINGS[1], CAPACITY)  # type: ignore[arg-type]
+    tokens = [1, 2, 3]
+    told = [subject.next(tokens), subject.next(tokens), subject.next(tokens)]
+    assert told == [told[0]] * 3
+    tokens.append(told[0])
+    assert subject.next(tokens) != subject.next([1, 2])
+
+
 def test_the_host_takes_over_for_a_token_that_the_device_may_not_draw() -> None:
     """The first of a healed prompt, those where a banned string began, and those for which more is forbidden."""
     extras = Extras(token_healing=True, banned_strings=tuple("abcdefghijklmnopqrstuvwxyz0123456789"))

@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from exl2chat.engine import device_draws
 from exl2chat.engine.cache import PAGE
 from exl2chat.engine.device_draws import DeviceDraws, Drawing
-from exl2chat.engine.device_penalties import count_window
+from exl2chat.engine.device_penalties import DeviceWindow, count_window
 from exl2chat.engine.device_steps import RESULTS
 from exl2chat.engine.embeddings import InputEmbeddings
 from exl2chat.engine.executor import Executor
-from exl2chat.engine.paged_steps import MOST, StepMemory
+from exl2chat.engine.paged_steps import MOST, Mirrored, StepMemory
 from exl2chat.engine.scheduler import Row, StepPlan
 from exl2chat.settings import Sampling
 from tests.engine.tiny_models import byte_model
@@ -48,6 +49,25 @@ def test_page_tables_are_sent_where_they_changed() -> None:
     inputs.place([row(0, 11, 1, pages=(3,)), row(2, 600, 1, pages=(5, 6))])
     assert wide[:2].tolist() == [[3, 0], [5, 6]]
     assert bool((narrow == -1).all())
+    inputs.place([row(job, 12, 1, pages=(3 + (job == 1),)) for job in range(4)])  # rows 2 and 3 are new
+    assert narrow[:5].tolist() == [[-1], [-1], [3], [3], [-1]]
+
+
+def test_page_tables_that_were_not_sent_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = StepMemory(1, CPU)
+    table = inputs.tables[1].device
+    inputs.place([row(0, 9, 1, pages=(3,)), row(1, 9, 1, pages=(4,))])
+    for again in ((5, 4), (3, 6)):  # the row that failed as it is on the device or not
+        with monkeypatch.context() as patch:
+            patch.setattr(Mirrored, "send", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                inputs.tables[1].place([row(0, 10, 1, pages=(5,)), row(1, 10, 1, pages=(again[1],))])
+        inputs.place([row(job, 10, 1, pages=(page,)) for job, page in enumerate(again)])
+        assert table[:2].ravel().tolist() == [*again]
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_the_logits_of_all_steps_are_kept_in_one_place() -> None:
@@ -72,6 +92,8 @@ def test_each_row_draws_as_its_job_asks_and_is_written_once() -> None:
     assert subject.table["greedy"].tolist() == [0, 1, 0]
     assert subject.table["top_k"].tolist() == [7, 0, 4]
     assert len({*subject.table["position"].tolist(), *subject.table["token"].tolist()}) == 6
+    assert subject.prepare([row(5, 4, 2), row(9, 4, 2), row(6, 4, 2)], wanted)  # nobody said that it was sent
+    subject.sent()
     assert not subject.prepare([row(5, 4, 2), row(9, 4, 2), row(6, 4, 2)], wanted)
     assert subject.prepare([row(6, 5, 2), row(5, 5, 2)], wanted)
     assert subject.table["seed"].tolist() == [9, 1, 0]
@@ -86,23 +108,24 @@ def test_penalties_count_on_from_step_to_step_and_anew_where_the_text_is_another
     text = [3, 4, 3]
     wanted = {5: Drawing(PENALIZED, text)}
     subject.prepare([row(5, 2, 3)], wanted)
+    subject.sent()
     first = window_of(subject, 0)
     assert first
     expected = count_window(torch.tensor(text), PENALIZED.penalty_range, PENALIZED.penalty_decay, VOCABULARY, 65)
-    assert torch.equal(subject._windows[5].window.seen, expected.seen)
-    kept = subject._windows[5]  # so that its memory is not given out again
+    assert torch.equal(subject._windows[wanted[5]].window.seen, expected.seen)
+    kept = subject._windows[wanted[5]]  # so that its memory is not given out again
     text.append(8)
     assert not subject.prepare([row(5, 3, 8)], wanted)
     assert subject.prepare([row(5, 3, 8)], wanted)  # the token after 8 was taken back
     assert window_of(subject, 0) != first
-    again = subject._windows[5]
+    again = subject._windows[wanted[5]]
     text.append(9)
     subject.prepare([row(5, 4, 9)], {})  # another draws
     assert window_of(subject, 0) == 0
     text.append(10)
     subject.prepare([row(5, 5, 10)], wanted)
-    assert subject._windows[5] not in (kept, again)
-    assert subject._windows[5].window.history[:6].tolist() == [3, 4, 3, 8, 9, 10]
+    assert subject._windows[wanted[5]] not in (kept, again)
+    assert subject._windows[wanted[5]].window.history[:6].tolist() == [3, 4, 3, 8, 9, 10]
 
 
 def test_a_place_that_no_row_has_draws_for_nobody() -> None:
@@ -113,6 +136,49 @@ def test_a_place_that_no_row_has_draws_for_nobody() -> None:
     assert subject.prepare([row(4, 3, 3)], {})
     assert window_of(subject, 1) == 0
     assert subject._windows == {}
+
+
+def test_a_window_is_counted_once_however_many_groups_a_step_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five jobs in groups of three; the last one's token is not drawn here."""
+    counted: list[int] = []
+
+    def count(text: torch.Tensor, *more: int) -> DeviceWindow:
+        counted.append(int(text[2]))
+        return count_window(text, *more)
+
+    monkeypatch.setattr(device_draws, "count_window", count)
+    subject, texts = draws(), [[3, 4, job] for job in range(5)]
+    wanted = {job: Drawing(PENALIZED, texts[job]) for job in range(4)}
+    for _ in range(6):
+        rows = [row(job, len(text) - 1, text[-1]) for job, text in enumerate(texts)]
+        for group in (rows[:3], rows[3:]):
+            subject.prepare(group, wanted)
+        for text in texts:
+            text.append(7)
+    assert counted == [0, 1, 2, 3]
+
+
+def test_a_text_of_the_same_length_is_not_the_same_text() -> None:
+    subject, old, new = draws(), Drawing(PENALIZED, [3, 4, 3]), Drawing(PENALIZED, [5, 6, 5, 6])
+    subject.prepare([row(5, 2, 3)], {5: old})
+    subject.prepare([row(5, 3, 6)], {5: new})
+    assert subject._windows[new].window.history[:4].tolist() == [5, 6, 5, 6]
+
+
+def test_what_a_failed_step_prepared_is_sent_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, wanted = draws(), {5: Drawing(PLAIN, [1]), 6: Drawing(PENALIZED, [1, 2, 3])}
+    subject.prepare([], {})
+    subject.sent()
+    with monkeypatch.context() as patch:
+        patch.setattr(device_draws, "count_window", full)
+        with pytest.raises(MemoryError):
+            subject.prepare([row(5, 0, 1), row(6, 2, 3)], wanted)
+    assert subject.prepare([row(5, 0, 1)], {5: wanted[5]})
+    assert subject.table["seed"].tolist() == [1, 0, 0]
+
+
+def full(*_: object) -> None:
+    raise MemoryError
 
 
 class FakeSteps:

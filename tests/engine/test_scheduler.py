@@ -116,6 +116,12 @@ def test_drafts_never_go_beyond_the_last_token() -> None:
     assert job not in jobs.running
 
 
+def test_the_end_of_a_prompt_gets_no_drafts() -> None:
+    jobs = Scheduler(PageTable(16, SIZE), Limits(8, 8, 100, drafts=3), last=5)
+    jobs.enqueue([prompt(1, 4)], 9)
+    assert [(len(row.tokens), row.drafts) for row in [step(jobs).decode[0] for _ in range(2)]] == [(4, 0), (1, 3)]
+
+
 def test_drafts_take_no_page_from_another_job() -> None:
     jobs = scheduler(pages=3, drafts=3)
     first, second = jobs.enqueue([prompt(1, 3)], 6), jobs.enqueue([prompt(2, 3)], 2)

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from exl2chat.engine import batch_drafting
 from exl2chat.engine.cache import PAGE
+from exl2chat.engine.decoders import MOST_DRAFTS
 from exl2chat.engine.device_draws import Drawing
 from exl2chat.engine.executor import Executor
 from exl2chat.engine.generators.choosing import Chooser
@@ -21,6 +23,7 @@ from exl2chat.model.checkpoint import open_checkpoint
 from exl2chat.model.tokenizer import open_tokenizer
 from exl2chat.progress import silent
 from exl2chat.settings import Sampling
+from tests.engine.speculative import Always
 
 CUDA = torch.device("cuda")
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -108,6 +111,31 @@ def test_so_many_rows_are_the_same_bits_in_any_company(name: str, least: int, mo
 
 
 @pytest.mark.parametrize(("name", "bits"), [(MODELS[1], 16), (MODELS[3], 16), (MODELS[0], 4)])
+def test_up_to_eight_tokens_of_a_text_have_the_bits_of_one_after_another(name: str, bits: int) -> None:
+    """As a token and its drafts have. Of some texts they go over the end of a page."""
+    model = load(name, bits)
+    for count in (2, 5, 8):
+        texts = Texts(model, 6, count)
+        found = [texts.executor.run(decoding([row]), {}).logits(0) for row in texts.rows if len(row.tokens) == count]
+        rows = [row for row in texts.rows if len(row.tokens) == count]
+        for row, logits in zip(rows, found, strict=True):
+            for place, token in enumerate(row.tokens):
+                one = replace(row, start=row.start + place, tokens=(token,))
+                assert np.array_equal(texts.executor.run(decoding([one]), {}).logits(0)[0], logits[place])
+
+
+@pytest.mark.parametrize("left", [3, 8, 40])
+def test_the_last_tokens_of_a_full_cache(left: int) -> None:
+    """Nothing is read of positions behind its end, for which there are no angles."""
+    model, tokens = load(MODELS[0]), text(PAGE, 1)
+    executor = Executor(model, model.new_cache(PAGE), 200)
+    executor.run(StepPlan((), (), (), (Row(0, 0, 0, tuple(tokens[:-left]), (0,)),), ()), {})
+    for _ in range(2):
+        computed = executor.run(decoding([Row(0, 0, PAGE - left, tuple(tokens[-left:]), (0,))]), {})
+        compare(computed.logits(0)[-1], alone(model, tokens), 16)
+
+
+@pytest.mark.parametrize(("name", "bits"), [(MODELS[1], 16), (MODELS[3], 16), (MODELS[0], 4)])
 @pytest.mark.parametrize("left", [2, 33, 64])
 def test_the_last_tokens_of_a_text_are_one_step(name: str, bits: int, left: int) -> None:
     """Of some texts they go over the end of a page."""
@@ -119,7 +147,7 @@ def test_the_last_tokens_of_a_text_are_one_step(name: str, bits: int, left: int)
             compare(logits, want, bits)
 
 
-@pytest.mark.parametrize("left", [1, 20])
+@pytest.mark.parametrize("left", [1, 5, 20])
 def test_what_fills_a_step_up_is_written_nowhere(left: int) -> None:
     texts = Texts(load(MODELS[0]), 5, left)
     before = texts.cache.storage.clone()
@@ -159,14 +187,20 @@ def jobs(count: int) -> list[Job]:
 
 
 def replies(subject: DynamicGenerator, wanted: Sequence[Job]) -> list[list[int]]:
-    serials = [subject.enqueue(job) for job in wanted]
+    return drafted_replies(subject, wanted)[0]
+
+
+def drafted_replies(subject: DynamicGenerator, wanted: Sequence[Job]) -> tuple[list[list[int]], int]:
+    """And how many drafts were right."""
+    serials, accepted = [subject.enqueue(job) for job in wanted], 0
     found: dict[int, list[int]] = {serial: [] for serial in serials}
     while subject.remaining:
         for result in subject.iterate():
             assert not isinstance(result, Failed)
             if isinstance(result, Streamed):
                 found[result.serial] += [token.id for token in result.tokens]
-    return [found[serial] for serial in serials]
+                accepted += result.final.accepted if result.final else 0
+    return [found[serial] for serial in serials], accepted
 
 
 def by_host(subject: DynamicGenerator, wanted: Sequence[Job]) -> list[list[int]]:
@@ -191,6 +225,22 @@ def test_a_next_turn_is_that_of_the_host_drawing() -> None:
         turn = replace(first, prompts=((*first.prompts[0], *reply, *text(9, 7)),))
         turns.append(reply_to(subject, [turn]))
     assert turns[0] == turns[1]
+
+
+def test_replies_with_drafts_are_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the token, greedy and by a seed; nearly all drafts are right, for the draft model is the model."""
+    monkeypatch.setattr(batch_drafting, "Pace", Always)
+    wanted = [Job((tuple(text(20 + 300 * n, n)),), 30, SETTINGS[n]) for n in range(2)]
+    limits = Limits(batch=2, queue=2, chunk=200)
+    plain = generator(MODELS[0], limits=limits)
+    expected = replies(plain, wanted)
+    model = load(MODELS[0])
+    subject = DynamicGenerator(
+        model, model.new_cache(4 * PAGE), plain.language.tokenizer, replace(limits, drafts=MOST_DRAFTS), model
+    )
+    found, accepted = drafted_replies(subject, wanted)
+    assert found == expected
+    assert accepted > 20
 
 
 def test_logits_that_are_not_numbers_fail_the_jobs_alone() -> None:
