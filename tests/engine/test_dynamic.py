@@ -239,6 +239,14 @@ def test_after_an_error_of_the_model_the_jobs_go_on(monkeypatch: pytest.MonkeyPa
     assert reply(results + drain(subject), serial) == streamed(prompt(100), 20, SETTINGS[2])
 
 
+def test_the_same_loras_are_no_new_executor() -> None:
+    """Which would record its graphs anew: a generator is told of them before every job."""
+    subject = generator()
+    executor = subject._executor
+    subject.set_adapters(())
+    assert subject._executor is executor
+
+
 # Many jobs at once
 
 
