@@ -139,7 +139,8 @@ class Rounds:
         self._seconds = self._clock() - self._started
 
     def end(self, plan: StepPlan, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """How many drafts each job of `plan.decode` had, and how many of them were right."""
+        """How many drafts each job of `plan.decode` had, and how many were right. Jobs without any count as those
+        whose drafts were wrong: they wait for the others', and gain nothing."""
         if plan.prefill or not plan.decode:
             return  # it took longer than decoding does
         if most := max(drafted):

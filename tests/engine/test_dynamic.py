@@ -192,6 +192,15 @@ def test_a_cancelled_job_has_no_more_results_and_leaves_the_others_alone() -> No
     assert not subject.cancel(serials[1])
 
 
+def test_a_hook_may_cancel_another_job() -> None:
+    subject = generator()
+    subject.enqueue(job(prompt(10), 5, hooks=(lambda _: subject.cancel(1),)))  # type: ignore[arg-type, return-value]
+    subject.enqueue(job(prompt(10, 1), 20))
+    subject.enqueue(job(prompt(10, 2), 5))
+    results = drain(subject)
+    assert [reply(results, n) for n in range(3)] == [streamed(prompt(10), 5), [], streamed(prompt(10, 2), 5)]
+
+
 def test_all_pages_are_free_again_when_all_jobs_have_ended() -> None:
     subject = generator(pages=4)
     for n in range(4):

@@ -219,7 +219,8 @@ class DynamicGenerator:
             raise
         try:
             for turn in turns:
-                self._write(turn)
+                if turn.serial in self._jobs:  # no hook cancelled it
+                    self._write(turn)
         finally:  # whatever happens, the scheduler knows of every token that a reply has
             self._commit(plan, turns)
             self._tell_progress(plan)
