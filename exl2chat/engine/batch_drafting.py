@@ -65,17 +65,19 @@ class ModelDrafts:
         for job in (*plan.started, *plan.preempted):
             self._known.pop(job, None)
         for row in plan.decode:
-            self._known.setdefault(row.job, row.start)
-        self._executor.run(replace(plan, decode=()), {})
+            if row.branch == 0:  # what is beyond were drafts that proved wrong, or tokens that were taken back
+                self._known[row.job] = min(self._known.get(row.job, row.start), row.start)
+        prompts = tuple(row for row in plan.prefill if row.branch == 0)  # of a pair, those that `propose` goes on with
+        self._executor.run(replace(plan, prefill=prompts, decode=()), {})
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Page copies outside of a step."""
         self._executor.copy(copies)
 
     def propose(self, rows: Sequence[Row], choosers: Choosers, count: int) -> Mapping[int, Sequence[int]]:
-        missing = [row for row in (self._missing(row, choosers[row.job]) for row in rows) if row.tokens]
         drafts: dict[int, list[int]] = {row.job: [] for row in rows}
-        going = list(rows)
+        going = [row for row in rows if row.drafts]
+        missing = [row for row in (self._missing(row, choosers[row.job]) for row in going) if row.tokens]
         for number in range(count):
             going = [row for row in going if len(drafts[row.job]) == number < row.drafts]
             if not going:
@@ -96,10 +98,8 @@ class ModelDrafts:
     def _missing(self, row: Row, chooser: Chooser) -> Row:
         """What the cache lacks of the text before the last token: what came of steps without drafts, or the last draft
         of a round in which all were right."""
-        end = len(chooser.tokens) - 1
-        start = min(self._known[row.job], end)
-        self._known[row.job] = start
-        return replace(row, start=start, tokens=tuple(chooser.tokens[start:end]))
+        start = self._known[row.job]
+        return replace(row, start=start, tokens=tuple(chooser.tokens[start:-1]))
 
 
 def _after(row: Row, drafts: Sequence[int]) -> Row:
@@ -115,7 +115,7 @@ class Rounds:
         """Up to `most` drafts for a sequence."""
         self._drafter, self._most, self._clock = drafter, most, clock
         self._paces: dict[int, Pace] = {}
-        self._started = 0.0
+        self._started = self._seconds = 0.0
 
     def begin(self, plan: StepPlan, choosers: Choosers) -> StepPlan:
         """`plan` with drafts behind the tokens of its decoding rows. Both sequences of a job get the same: what its
@@ -136,16 +136,17 @@ class Rounds:
 
     def computed(self) -> None:
         """The step has been carried out."""
-        self._started = self._clock() - self._started
+        self._seconds = self._clock() - self._started
 
     def end(self, plan: StepPlan, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """How many drafts each job of `plan.decode` had, and how many of them were right."""
+        """How many drafts each job of `plan.decode` had, and how many were right. Jobs without any count as those
+        whose drafts were wrong: they wait for the others', and gain nothing."""
         if plan.prefill or not plan.decode:
             return  # it took longer than decoding does
         if most := max(drafted):
-            self._pace(plan).drafted(most, accepted, self._started)
+            self._pace(plan).drafted(most, accepted, self._seconds)
         else:
-            self._pace(plan).stepped(self._started)
+            self._pace(plan).stepped(self._seconds)
 
     def _pace(self, plan: StepPlan) -> Pace:
         return self._paces.setdefault(len(plan.decode).bit_length(), Pace(self._most))

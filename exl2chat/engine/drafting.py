@@ -10,6 +10,7 @@ import torch
 from exl2chat.engine.cache import KVCache
 from exl2chat.engine.device_decoder import Steps
 from exl2chat.engine.device_steps import RESULTS, DeviceSteps, runs_on_device
+from exl2chat.engine.embeddings import FIRST_ID
 from exl2chat.engine.generators.choosing import Chooser, known_to_device
 from exl2chat.engine.step_logits import StepLogits
 from exl2chat.engine.transformer import Transformer, prefill_chunk
@@ -43,15 +44,14 @@ class SuffixDrafter:
 
     def __init__(self, known: Sequence[int] = ()) -> None:
         """Drafts may come from `known` too, a text that stands before every sequence."""
-        self._known = list(known)
-        self._tokens: list[int] = []
-        self._ends: dict[tuple[int, ...], list[int]] = {}
+        self._known = tuple(known)
+        self._begin_anew()
 
     def begin(self, chooser: Chooser) -> bool:  # noqa: ARG002
         return True
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        self._follow([*self._known, *tokens] if self._known else tokens)
+        self._follow(tokens)
         ends = self._ends.get(tuple(self._tokens[-SHORTEST:]), [])
         earlier = [end for end in ends[-RECENT - 1 :] if end < len(self._tokens)]
         if not earlier:
@@ -59,15 +59,28 @@ class SuffixDrafter:
         start = max(earlier, key=lambda end: (self._matching(end), end))
         drafts: list[int] = []
         for at in range(start, start + count):  # a passage that reaches the end goes on with its own repetition
-            drafts.append(self._tokens[at] if at < len(self._tokens) else drafts[at - len(self._tokens)])
+            token = self._tokens[at] if at < len(self._tokens) else drafts[at - len(self._tokens)]
+            if token >= FIRST_ID:  # nobody draws an embedding
+                break
+            drafts.append(token)
         return drafts
 
     def _follow(self, tokens: Sequence[int]) -> None:
         """Take in what was added. Where the end of what is known is not there any more, begin anew."""
-        known = len(self._tokens)
-        if len(tokens) < known or list(tokens[max(0, known - LONGEST) : known]) != self._tokens[-LONGEST:]:
-            self._tokens, self._ends, known = [], {}, 0
-        for token in tokens[known:]:
+        known = len(self._tokens) - len(self._known)
+        recent = min(known, LONGEST)
+        if len(tokens) < known or list(tokens[known - recent : known]) != self._tokens[len(self._tokens) - recent :]:
+            self._begin_anew()
+            known = 0
+        self._add(tokens[known:])
+
+    def _begin_anew(self) -> None:
+        self._tokens: list[int] = []
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+        self._add(self._known)
+
+    def _add(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
             self._tokens.append(token)
             if len(self._tokens) >= SHORTEST:
                 self._ends.setdefault(tuple(self._tokens[-SHORTEST:]), []).append(len(self._tokens))

@@ -302,6 +302,22 @@ def test_a_draft_model_that_does_not_fit_is_refused() -> None:
         made(draft_model=model, draft_cache=model.new_cache(PAGE))
 
 
+def test_to_ask_for_drafts_is_to_have_some() -> None:
+    model = byte_model()
+
+    def made(limits: Limits | None, **options: object) -> DynamicGenerator:
+        return DynamicGenerator(model, model.new_cache(1024), ByteTokenizer(), limits, **options)  # type: ignore[arg-type]
+
+    for options in ({"draft_model": model}, {"draft_model": model, "speculate": "draft"}, {"speculate": "ngram"}):
+        with pytest.raises(UsageError, match=r"drafts are asked for, and limits\.drafts is 0"):
+            made(LIMITS, **options)
+        subject = made(None, **options)
+        assert final(run(subject, [job(prompt(30), 60, Sampling(temperature=0, allowed_tokens=(65,)))]), 0).accepted
+    for limits in (None, LIMITS):
+        with pytest.raises(UsageError, match="no draft model"):
+            made(limits, speculate="draft")
+
+
 def test_rounds_are_timed_by_the_size_of_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of many rows says nothing about one of few, and a step with prompts nothing at all."""
     heard: list[tuple[int, tuple[object, ...]]] = []

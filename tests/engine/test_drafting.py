@@ -1,6 +1,7 @@
 """Drafters: what they propose, and that they keep in step with a sequence that grows, shrinks and changes."""
 
 import random
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +18,7 @@ from exl2chat.engine.drafting import (
     check_draft_tokenizer,
     common_prefix,
 )
+from exl2chat.engine.embeddings import FIRST_ID
 from exl2chat.engine.sampler import Sampler
 from exl2chat.errors import UsageError
 from exl2chat.settings import Sampling
@@ -63,6 +65,32 @@ def test_a_sequence_that_grows_is_followed(changes: list[tuple[int, list[int]]])
     assert subject.propose(fresh, 4) == followers(fresh, 4)
     for end in range(40, 60):
         assert subject.propose([*fresh, *fresh[3:end]], 4) == followers([*fresh, *fresh[3:end]], 4)
+
+
+@given(FEW, st.lists(FEW, min_size=1, max_size=4))
+def test_drafts_come_from_the_text_before_every_sequence_too(known: list[int], sequences: list[list[int]]) -> None:
+    subject = SuffixDrafter(known)
+    for tokens in sequences:
+        for end in (len(tokens) // 2, len(tokens)):
+            assert subject.propose(tokens[:end], 4) == followers([*known, *tokens[:end]], 4)
+
+
+def test_the_text_before_every_sequence_is_not_copied_for_each_draft() -> None:
+    tokens = list(range(1000))
+    subject = SuffixDrafter(range(40_000))
+    subject.propose(tokens, 4)
+    tracemalloc.start()
+    assert subject.propose([*tokens, 1000], 4) == [1001, 1002, 1003, 1004]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 40_000  # bytes; a list of the text has eight times as many
+
+
+def test_embeddings_are_no_drafts() -> None:
+    """Their ids stand in a prompt, and nobody draws them."""
+    drafter = SuffixDrafter()
+    assert drafter.propose([1, 2, 3, 4, FIRST_ID, 5, 1, 2, 3], 4) == [4]
+    assert drafter.propose([1, 2, 3, FIRST_ID, 5, 1, 2, 3], 4) == []
 
 
 @given(FEW, FEW)

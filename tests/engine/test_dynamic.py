@@ -192,6 +192,15 @@ def test_a_cancelled_job_has_no_more_results_and_leaves_the_others_alone() -> No
     assert not subject.cancel(serials[1])
 
 
+def test_a_hook_may_cancel_another_job() -> None:
+    subject = generator()
+    subject.enqueue(job(prompt(10), 5, hooks=(lambda _: subject.cancel(1),)))  # type: ignore[arg-type, return-value]
+    subject.enqueue(job(prompt(10, 1), 20))
+    subject.enqueue(job(prompt(10, 2), 5))
+    results = drain(subject)
+    assert [reply(results, n) for n in range(3)] == [streamed(prompt(10), 5), [], streamed(prompt(10, 2), 5)]
+
+
 def test_all_pages_are_free_again_when_all_jobs_have_ended() -> None:
     subject = generator(pages=4)
     for n in range(4):
@@ -237,6 +246,14 @@ def test_after_an_error_of_the_model_the_jobs_go_on(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(subject._executor, "run", run)
     subject._cache.storage.fill_(float("nan"))
     assert reply(results + drain(subject), serial) == streamed(prompt(100), 20, SETTINGS[2])
+
+
+def test_the_same_loras_are_no_new_executor() -> None:
+    """Which would record its graphs anew: a generator is told of them before every job."""
+    subject = generator()
+    executor = subject._executor
+    subject.set_adapters(())
+    assert subject._executor is executor
 
 
 # Many jobs at once

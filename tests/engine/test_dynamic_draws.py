@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 
 from exl2chat.engine.device_draws import Drawing
 from exl2chat.engine.executor import Computed
@@ -74,3 +76,30 @@ def test_logits_that_are_not_numbers_fail_the_job(monkeypatch: pytest.MonkeyPatc
     [failed] = [result for result in drain(subject) if isinstance(result, Failed)]
     assert (failed.serial, subject.remaining) == (serial, 0)
     assert "not numbers" in str(failed.error)
+
+
+class Counted(torch.Tensor):
+    """Logits that know how many rows of them came to the host."""
+
+    rows = 0
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        Counted.rows += len(self)
+        return super().numpy(force=force)
+
+
+def test_only_logits_that_a_token_is_drawn_from_come_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is given the last tokens of a prompt in the step that draws the first of the reply."""
+    subject = generator()
+    subject._scheduler._last = 8
+    run = subject._executor.run
+
+    def counted(plan: StepPlan, draws: Mapping[int, Drawing]) -> Computed:
+        computed = run(plan, draws)
+        return replace(computed, rows=[row.as_subclass(Counted) for row in computed.rows])
+
+    monkeypatch.setattr(subject._executor, "run", counted)
+    monkeypatch.setattr(Counted, "rows", 0)
+    serial = subject.enqueue(job(prompt(6), 5, GREEDY))
+    assert reply(drain(subject), serial) == streamed(prompt(6), 5)
+    assert Counted.rows == 5

@@ -5,16 +5,16 @@ A reply does not depend on the batch it ran in but for the rounding that `Execut
 seed, position and token, and its sampler's memory is its own.
 """
 
-import operator
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from exl2chat.engine.batch_drafting import ModelDrafts, Rounds, SuffixDrafts
 from exl2chat.engine.cache import PAGE, KVCache
+from exl2chat.engine.decoders import MOST_DRAFTS
 from exl2chat.engine.device_decoder import checked
 from exl2chat.engine.device_draws import Drawing
 from exl2chat.engine.drafting import Speculate, choose_drafts
@@ -50,21 +50,17 @@ class _Running:
 
 @dataclass(slots=True)
 class _Turn:
-    """What a step computed for a job: the logits [prompts, 1 + drafts, V], or the token that a device `drew`. Then the
-    tokens of its reply that came of it, and what is to happen to the job."""
+    """What a step computed for a job whose text has `length` tokens: the logits [prompts, 1 + drafts, V], or the token
+    that a device `drew`. Then how many drafts were right, and whether the job is `over`."""
 
     serial: int
+    job: _Running
+    length: int
     drafts: tuple[int, ...]
     logits: NDArray[np.float32] | None
     drew: int = 0
-    tokens: list[int] = field(default_factory=list)
-    rewound: int = 0
+    accepted: int = 0
     over: bool = False
-
-    @property
-    def accepted(self) -> int:
-        """How many drafts were right."""
-        return sum(map(operator.eq, self.tokens, self.drafts))
 
 
 class DynamicGenerator:
@@ -83,19 +79,26 @@ class DynamicGenerator:
         draft_cache: KVCache | None = None,
         speculate: Speculate = "auto",
     ) -> None:
-        """With limits.drafts, up to so many tokens of each reply are drafted at a time, as `speculate` says
-        (`drafting.choose_drafts`). The draft model's cache, by default one as long as `cache`, is used by nobody
-        else."""
-        limits = limits or Limits(batch=64, queue=MANY, chunk=prefill_chunk(model.device))
+        """Up to limits.drafts tokens of each reply are drafted at a time, as `speculate` says
+        (`drafting.choose_drafts`); MOST_DRAFTS without `limits`. The draft model's cache, by default one as long as
+        `cache`, is used by nobody else. UsageError for a draft model with fewer tokens than `model`, and where drafts
+        are asked for and limits.drafts is 0."""
         self.language = Language(tokenizer, model.config.vocab_size)
+        drafts = choose_drafts(speculate, model, draft_model, self.language.size)
+        asked = drafts == "draft" or speculate == "ngram"
+        if limits is None:
+            chunk = prefill_chunk(model.device)
+            limits = Limits(batch=64, queue=MANY, chunk=chunk, drafts=MOST_DRAFTS if asked else 0)
+        if asked and not limits.drafts:
+            raise UsageError("drafts are asked for, and limits.drafts is 0", "say how many are tried at a time")
         self._model, self._cache = model, cache
         self._executor = Executor(model, cache, self.language.size)
         self._salt = cache_salt(())
         self._scheduler = Scheduler(PageTable(self._executor.pages, PAGE), limits, self._executor.last)
         self._jobs: dict[int, _Running] = {}
+        self._pending: list[Result] = []  # not handed out yet: more than one step's after an interrupted one
         self._caches = [cache]
         self._draft_model: ModelDrafts | None = None
-        drafts = choose_drafts(speculate, model, draft_model, self.language.size) if limits.drafts else None
         if drafts == "draft" and draft_model is not None:
             draft_cache = draft_cache or draft_model.new_cache(cache.capacity)
             self._caches.append(draft_cache)
@@ -106,8 +109,8 @@ class DynamicGenerator:
 
     @property
     def remaining(self) -> int:
-        """How many jobs have not ended."""
-        return len(self._jobs)
+        """How many jobs have not ended, or have results that `iterate` did not bring yet."""
+        return len(self._jobs.keys() | {result.serial for result in self._pending})
 
     def enqueue(self, job: Job) -> int:
         """The serial of a new job, whose results `iterate` will bring. UsageError for one that makes no sense,
@@ -117,8 +120,7 @@ class DynamicGenerator:
         if job.constraint is not None:
             job = replace(job, constraint=job.constraint.clone())
         task = Task(job, self.language)
-        limit = job.max_new_tokens + bool(job.banned)  # so that the scheduler lets the last token be taken back
-        serial = self._scheduler.enqueue(task.prompts, limit, self._salt)
+        serial = self._scheduler.enqueue(task.prompts, job.max_new_tokens, self._salt)
         drawing = Drawing(task.chooser.sampling, task.chooser.tokens)
         self._jobs[serial] = _Running(task, drawing, Times(time.perf_counter()))
         return serial
@@ -140,6 +142,7 @@ class DynamicGenerator:
 
     def cancel(self, serial: int) -> bool:
         """End a job without a result. False if there is none."""
+        self._pending = [result for result in self._pending if result.serial != serial]
         self._jobs.pop(serial, None)
         return self._scheduler.end(serial)
 
@@ -147,6 +150,7 @@ class DynamicGenerator:
         """Cancel every job."""
         for serial in list(self._jobs):
             self.cancel(serial)
+        self._pending = []
 
     def generate(self, jobs: Sequence[Job], abort: Callable[[], bool] = lambda: False) -> list[Final] | None:
         """Run jobs to their ends, in their order; None once `abort` is true, which is asked before every step.
@@ -154,12 +158,12 @@ class DynamicGenerator:
         A job that fails raises its error, and the others are cancelled. UsageError while earlier jobs remain: their
         results would be lost.
         """
-        if self._jobs:
+        if self.remaining:
             raise UsageError(f"{self.remaining} jobs have not ended", "iterate until they have, or clear them")
         finals: dict[int, Final] = {}
         try:
             serials = [self.enqueue(job) for job in jobs]
-            while self._jobs:
+            while self.remaining:
                 if abort():
                     return None
                 for result in self.iterate():
@@ -176,8 +180,10 @@ class DynamicGenerator:
         jobs remain."""
         if self._jobs:
             raise UsageError(f"{self.remaining} jobs have not ended", "change LoRAs when there are none")
-        self._executor = Executor(with_adapters(self._model, adapters), self._cache, self.language.size)
-        self._salt = cache_salt(adapters)
+        salt = cache_salt(adapters)
+        if salt != self._salt:  # a new executor records its graphs anew
+            self._executor = Executor(with_adapters(self._model, adapters), self._cache, self.language.size)
+            self._salt = salt
 
     def warm_up(self) -> None:
         """Write a few tokens and forget them, so that the first job is as fast as the others."""
@@ -193,25 +199,33 @@ class DynamicGenerator:
     def iterate(self) -> list[Result]:
         """One step: part of the prompts, and a token of every reply that is being written.
 
-        After an error of the model, whatever it was, the same jobs go on with the next call; what was in the cache is
-        read again.
+        After an error or an interrupt, whatever it was, the same jobs go on with the next call, which brings the
+        results that this one had, too. After one of the model what was in the cache is read again.
         """
         self._claim()
-        if not self._jobs:
-            return []
-        plan = self._scheduler.plan()
+        if self._jobs:
+            self._step()
+        results, self._pending = self._pending, []
+        return results
+
+    def _step(self) -> None:
         try:
-            started = self._start(plan)
+            self._defragment()
+            plan = self._scheduler.plan()
+            self._start(plan)
             turns = self._compute(plan)
         except BaseException:
             self._scheduler.reset()
             raise
-        results = self._write(plan, turns)
+        try:
+            for turn in turns:
+                if turn.serial in self._jobs:  # no hook cancelled it
+                    self._write(turn)
+        finally:  # whatever happens, the scheduler knows of every token that a reply has
+            self._commit(plan, turns)
+            self._tell_progress(plan)
         if self._rounds is not None:
             self._rounds.end(plan, [len(turn.drafts) for turn in turns], [turn.accepted for turn in turns])
-        if not self._jobs:
-            self._defragment()
-        return [*started, *results, *self._prefilled(plan)]
 
     def _compute(self, plan: StepPlan) -> list[_Turn]:
         """Carry out a step, with drafts behind the last tokens; what it computed for each job."""
@@ -230,16 +244,22 @@ class DynamicGenerator:
         computed = self._executor.run(step, draws)
         turns = []
         for serial, rows in places.items():
+            turn = _Turn(serial, jobs[serial], len(jobs[serial].task.chooser.tokens), drafts[serial], None)
             if serial in computed.drawn:
-                turns.append(_Turn(serial, (), None, computed.drawn[serial]))
+                turn.drew = computed.drawn[serial]
             else:
-                logits = np.stack([computed.logits(row)[-1 - len(drafts[serial]) :] for row in rows])
-                turns.append(_Turn(serial, drafts[serial], logits))
+                last = 1 + len(turn.drafts)
+                turn.logits = np.stack([computed.rows[row][-last:].numpy(force=True) for row in rows])
+            turns.append(turn)
         if self._rounds is not None:
             self._rounds.computed()
         return turns
 
     def _defragment(self) -> None:
+        """Before the first job of several, when the results of all earlier ones have been handed out: a failure costs
+        none of them, and what was in the cache is read again."""
+        if self._scheduler.running:
+            return
         copies = self._scheduler.defragment()
         self._executor.copy(copies)
         if self._draft_model is not None:
@@ -256,55 +276,48 @@ class DynamicGenerator:
         for cache in self._caches:
             cache.truncate(0)
 
-    def _start(self, plan: StepPlan) -> list[Result]:
+    def _start(self, plan: StepPlan) -> None:
         """The jobs that began to run for the first time: one that lost its pages begins again without a word."""
-        results: list[Result] = []
         for serial in plan.started:
             job = self._jobs[serial]
             if not job.times.started:
+                self._pending.append(Started(serial))
                 job.times.started = time.perf_counter()
-                results.append(Started(serial))
-        return results
 
-    def _write(self, plan: StepPlan, turns: Sequence[_Turn]) -> list[Result]:
-        """The tokens of this step. Whatever happens, the scheduler knows of every one that a reply has."""
-        results: list[Result] = []
-        try:
-            for turn in turns:
-                results += self._write_turn(turn)
-        finally:
-            self._scheduler.commit(plan, {turn.serial: turn.tokens for turn in turns})
-            for turn in turns:
-                if turn.over:
-                    self.cancel(turn.serial)
-                elif turn.rewound:
-                    self._scheduler.rewind(turn.serial, turn.rewound)
-        return results
-
-    def _write_turn(self, turn: _Turn) -> list[Result]:
+    def _write(self, turn: _Turn) -> None:
         """The tokens of one job, up to one that is not the draft."""
-        job = self._jobs[turn.serial]
+        job, chooser = turn.job, turn.job.task.chooser
         if not job.times.drew:
             job.times.drew = time.perf_counter()
             job.cached = self._scheduler.progress(turn.serial).cached
         job.drafted += len(turn.drafts)
-        results: list[Result] = []
         try:
             for number in range(1 + len(turn.drafts)):
-                chooser, logits = job.task.chooser, turn.logits
-                token = checked(turn.drew) if logits is None else chooser.draw(logits[:, number])
+                token = checked(turn.drew) if turn.logits is None else chooser.draw(turn.logits[:, number])
                 advance = job.task.push(token)
-                turn.tokens.append(token)
                 right = number < len(turn.drafts) and token == turn.drafts[number]
+                turn.accepted += right
                 job.accepted += right
-                turn.rewound, turn.over = advance.rewound, advance.end is not None
-                results += _streamed(turn.serial, job, advance)
-                if turn.over or turn.rewound or not right:
+                turn.over = advance.end is not None
+                self._pending += _streamed(turn.serial, job, advance)
+                if turn.over or advance.rewound or not right:
                     break
         except Exception as error:  # of a filter or a hook, too
             turn.over = True
-            results.append(Failed(turn.serial, error, job.task.text))
-        return results
+            self._pending.append(Failed(turn.serial, error, job.task.text))
+
+    def _commit(self, plan: StepPlan, turns: Sequence[_Turn]) -> None:
+        """Tell the scheduler what each reply has more, or less, than before the step."""
+        new = {turn.serial: turn.job.task.chooser.tokens[turn.length :] for turn in turns}
+        full = self._scheduler.commit(plan, new)
+        for turn in turns:
+            if turn.serial in full and not turn.over:  # its last token was added, and no more
+                self._pending += _streamed(turn.serial, turn.job, turn.job.task.finish(End("max_new_tokens")))
+            if turn.over or turn.serial in full:
+                self._jobs.pop(turn.serial, None)
+                self._scheduler.end(turn.serial)
+            elif (rewound := turn.length - len(turn.job.task.chooser.tokens)) > 0:
+                self._scheduler.rewind(turn.serial, rewound)
 
     def _embedded(self, plan: StepPlan) -> tuple[InputEmbeddings, ...]:
         """What the jobs of `plan` have in their prompts, each once."""
@@ -312,13 +325,11 @@ class DynamicGenerator:
         known = {one.ids: one for serial in jobs for one in self._jobs[serial].task.job.embeddings}
         return tuple(known.values())
 
-    def _prefilled(self, plan: StepPlan) -> list[Result]:
-        results: list[Result] = []
+    def _tell_progress(self, plan: StepPlan) -> None:
         for serial in dict.fromkeys(row.job for row in plan.prefill):
             if serial in self._jobs and self._jobs[serial].task.chooser.count == 0:
                 progress = self._scheduler.progress(serial)
-                results.append(Prefilled(serial, progress.computed, progress.total))
-        return results
+                self._pending.append(Prefilled(serial, progress.computed, progress.total))
 
 
 def _streamed(serial: int, job: _Running, advance: Advance) -> list[Result]:
