@@ -91,6 +91,8 @@ class DynamicGenerator:
             limits = Limits(batch=64, queue=MANY, chunk=chunk, drafts=MOST_DRAFTS if asked else 0)
         if asked and not limits.drafts:
             raise UsageError("drafts are asked for, and limits.drafts is 0", "say how many are tried at a time")
+        if model.device.type == "cuda":  # where more would be rounded in another way
+            limits = replace(limits, drafts=min(limits.drafts, MOST_DRAFTS))
         self._model, self._cache = model, cache
         self._executor = Executor(model, cache, self.language.size)
         self._salt = cache_salt(())
