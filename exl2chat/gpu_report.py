@@ -91,7 +91,7 @@ def write_report(file: Path, progress: Progress) -> None:
     from exl2chat.ops.kernel_benchmark import measure_crossover, measure_products, measure_read
 
     progress("running the GPU's tests")
-    tests = run_tests()
+    tests, sanitizer = run_checks()
     device = torch.device("cuda")
     bandwidth = measure_read(device)
     progress("timing the kernels")
@@ -106,7 +106,7 @@ def write_report(file: Path, progress: Progress) -> None:
         "cupy": cupy.__version__,
         "read_bytes_per_second": round(bandwidth),
         "tests": tests,
-        "sanitizer": run_sanitizer(),
+        "sanitizer": sanitizer,
         "rows": [row.as_object() for row in kernels],
         "shapes": measure_shapes(device, bandwidth, progress),
     }
@@ -135,18 +135,19 @@ def measure_shapes(device: "torch.device", bandwidth: float, progress: Progress)
     return tables
 
 
-def run_tests() -> dict[str, Any]:
-    """How many GPU tests passed, and the names of those that did not. Files are processes side by side: most of their
-    time goes into compiling. Those of ALONE follow."""
+def run_checks() -> tuple[dict[str, Any], dict[str, dict[str, int | str]]]:
+    """How many GPU tests passed, and the names of those that did not; what the sanitizer found. Files are processes
+    side by side, with the sanitizer's: most of their time goes into compiling. Those of ALONE follow."""
     files = sorted(path.name for path in TESTS.glob("test_*.py"))
     with tempfile.TemporaryDirectory() as folder:
         run = partial(run_file, Path(folder))
         with ThreadPoolExecutor() as pool:
+            sanitizer = pool.submit(run_sanitizer)
             found = list(pool.map(run, [name for name in files if name not in ALONE]))
         found += map(run, ALONE)
     outcomes = [outcome for some in found for outcome in some]
     bad = {tag: [name for name, outcome in outcomes if outcome == tag] for tag in BAD}
-    return {"passed": len(outcomes) - sum(map(len, bad.values())), **bad}
+    return {"passed": len(outcomes) - sum(map(len, bad.values())), **bad}, sanitizer.result()
 
 
 def run_file(folder: Path, name: str) -> list[tuple[str, str]]:

@@ -138,5 +138,7 @@ def test_how_each_test_ended_is_read_and_a_file_that_died_is_an_error(
     (tmp_path / "test_last.py").write_text(head + "def test_alone(): pass\n")
     monkeypatch.setattr(gpu_report, "TESTS", tmp_path)
     monkeypatch.setattr(gpu_report, "ALONE", ("test_last.py",))
-    outcome = {"passed": 2, "failure": ["test_bad"], "error": ["test_dead.py"], "skipped": ["test_skipped"]}
-    assert gpu_report.run_tests() == outcome
+    monkeypatch.setattr(gpu_report, "run_sanitizer", lambda: {"memcheck": {"drawing": 0}})
+    tests, sanitizer = gpu_report.run_checks()
+    assert tests == {"passed": 2, "failure": ["test_bad"], "error": ["test_dead.py"], "skipped": ["test_skipped"]}
+    assert sanitizer == {"memcheck": {"drawing": 0}}
