@@ -48,7 +48,7 @@ class Workload:
         return replace(self, contexts=contexts, prompts=prompts, jobs=jobs, turns=self.turns and room >= ROOM)
 
 
-WORKLOAD = Workload(contexts=(128, 4096, 32768), rows=(1, 5), prompts=(2048, 8192), jobs=(1, 8, 32, 64), turns=True)
+WORKLOAD = Workload(contexts=(128, 4096, 32768), rows=(1, 5), prompts=(64, 2048, 8192), jobs=(1, 8, 32, 64), turns=True)
 CACHE_WORKLOAD = Workload(contexts=(4096, 32768), rows=(1, 5), prompts=())
 SHORT_WORKLOAD = Workload(contexts=(128,), rows=(1,), prompts=())
 
