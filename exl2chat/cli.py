@@ -59,7 +59,7 @@ settings, later wins:
 
 exit status:
   0 success   1 failure   2 wrong usage   3 the model cannot be loaded   4 the prompt does not fit the context
-  6 a saved chat is locked or damaged   130 interrupted; run: 129 by SIGHUP, 143 by SIGTERM
+  6 a saved chat is locked, damaged or not there   130 interrupted; run: 129 by SIGHUP, 143 by SIGTERM
   141 the reader of the output went away
 """
 

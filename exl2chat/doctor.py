@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from exl2chat import __version__
+from exl2chat.chat.session import unreadable_sessions
 from exl2chat.errors import GPU_PACKAGES, ChatError
 from exl2chat.link.threads import worker_environment
 from exl2chat.model import hub
@@ -116,11 +117,15 @@ def check_settings(paths: Paths) -> Finding:
 
 
 def check_folders(paths: Paths) -> Finding:
-    """Whether each folder, or the first above it that exists, can be written to."""
+    """Whether each folder, or the first above it that exists, can be written to, and the chats be read."""
     for folder in (paths.data, paths.cache, paths.state):
         there = next(place for place in (folder, *folder.parents) if place.exists())
         if not os.access(there, os.W_OK | os.X_OK):
             return Finding("folders", f"{there} cannot be written to", "change its permissions, or use --home")
+    if unreadable := unreadable_sessions(paths):
+        names = ", ".join(path.name for path in unreadable)
+        remedy = "`exl2chat sessions` says why; put back a copy, or move what cannot be read elsewhere"
+        return Finding("folders", f"chats {paths.sessions}, of which cannot be read: {names}", remedy)
     return Finding("folders", f"chats {paths.sessions}, log {paths.log}")
 
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from datetime import datetime
 
-from exl2chat.chat.session import list_sessions
+from exl2chat.chat.session import list_sessions, unreadable_sessions
 from exl2chat.errors import ChatError
 from exl2chat.paths import Paths
 from exl2chat.safetext import scrub_line
@@ -17,13 +17,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace, _settings: Settings, paths: Paths) -> int:
-    """Print a header and one line per chat: id for `--resume`, when it changed, number of messages, title.
+    """Print a header and one line per chat: id for `--resume`, when it changed, number of messages, title. Files that
+    cannot be read are told on the standard error.
 
     ChatError when there are chats, but none with the words in its title.
     """
-    saved = list_sessions(paths)
+    saved, unreadable = list_sessions(paths), unreadable_sessions(paths)
+    for path, reason in unreadable.items():
+        print(f"exl2chat: {scrub_line(str(path))} cannot be read: {scrub_line(reason)}", file=sys.stderr)
     if not saved:
-        print("no chat is saved yet", file=sys.stderr)
+        if not unreadable:
+            print("no chat is saved yet", file=sys.stderr)
         return 0
     found = [each for each in saved if args.query.casefold() in each.title.casefold()]
     if not found:

@@ -38,7 +38,7 @@ ALLOWED = {
     "pull": ("model",),
     "bench": ("engine", "ops", "model", "link.threads", "gpu_report"),
     "gpu_report": ("engine", "ops"),
-    "doctor": ("engine", "ops", "kernels", "model", "link.threads"),
+    "doctor": ("engine", "ops", "kernels", "model", "link.threads", "chat.session"),
     "sessions": ("chat",),
     "locations": (),
 }  # fmt: skip

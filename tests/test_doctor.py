@@ -56,6 +56,15 @@ def test_a_broken_config_file_is_a_finding_with_a_remedy_and_status_1(
     assert remedy.strip()
 
 
+def test_chats_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    sessions = Paths.default(tmp_path).sessions
+    sessions.mkdir(parents=True)
+    (sessions / "torn.jsonl").write_bytes(b"garbage")
+    finding = find(tmp_path, "folders")
+    assert not finding.ok
+    assert "torn.jsonl" in finding.found
+
+
 @pytest.mark.parametrize("fault", [RuntimeError("torn\nlibrary"), ImportError("no such .so"), OSError(5, "I/O")])
 def test_whatever_a_check_raises_is_a_finding(fault: Exception) -> None:
     def check() -> doctor.Finding:

@@ -299,6 +299,8 @@ def test_what_the_answer_must_be_reaches_the_engine(monkeypatch, tmp_path, argv,
         (["--json-schema", "nowhere.json"], "nowhere.json: No such file"),
         (["--json-schema", '{"type": }'], "JSON schema: line 1, column 10: Expecting value"),
         (["--grammar", "nowhere.lark"], "nowhere.lark: No such file"),
+        (["--grammar", ""], "the grammar is empty"),
+        (["--regex", ""], "the regular expression is empty"),
         (["--regex", "a", "--grammar", "b:"], "not allowed with"),
     ],
 )

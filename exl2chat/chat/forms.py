@@ -13,6 +13,7 @@ MEANING = {
     "regex": "what this regular expression matches as a whole",
     "grammar": "sentences of this grammar",
 }
+FORMS = {"json": "JSON schema", "regex": "regular expression", "grammar": "grammar"}
 LARGEST = 4 << 20  # bytes of a file
 
 
@@ -21,6 +22,8 @@ def form_of(kind: Kind, argument: str) -> Form:
 
     UsageError naming file and place where it cannot be read or is not JSON. The engine says whether it can be followed.
     """
+    if not argument.strip():
+        raise UsageError(f"the {FORMS[kind]} is empty", "give one")
     if kind == "regex" or _is_itself(kind, argument):
         form = Form(kind, argument)
     else:

@@ -91,7 +91,7 @@ class Session:
         if log.header:
             session.header = log.header
         else:
-            session.header = Header(1, path.stem.rpartition("-")[2], now(), "")
+            session.header = Header(1, _id_in_name(path), now(), "")
             session.title = log.title or first_line(log.tree.path)
         session.notices = tuple(session._mend(log))
         return session
@@ -224,6 +224,10 @@ def slug(title: str) -> str:
     return "-".join(re.findall("[a-z0-9]+", plain))[:40].strip("-")
 
 
+def _id_in_name(path: Path) -> str:
+    return path.stem.rpartition("-")[2]
+
+
 def find_session(which: str, paths: Paths) -> Path:
     """The file of the session called `which`: "last", an id, a title in any case, or a path. SessionError if none."""
     if which != "last" and (which.endswith(SUFFIX) or "/" in which):
@@ -231,6 +235,9 @@ def find_session(which: str, paths: Paths) -> Path:
     for summary in saved_sessions(paths):
         if which in ("last", summary.id) or which.casefold() == summary.title.casefold():
             return summary.path
+    for path in unreadable_sessions(paths):  # opening it says what is wrong
+        if which in (path.stem, _id_in_name(path)):
+            return path
     what = "no session is saved yet" if which == "last" else f"there is no session '{which}'"
     raise SessionError(what, f"sessions are kept in {paths.sessions}")
 
@@ -240,28 +247,41 @@ def list_sessions(paths: Paths) -> list[SessionSummary]:
     return list(saved_sessions(paths))
 
 
+def unreadable_sessions(paths: Paths) -> dict[Path, str]:
+    """The session files that `list_sessions` leaves out, and why."""
+    return {path: str(fault) for path, fault in _session_files(paths) if isinstance(fault, SessionError)}
+
+
 def saved_sessions(paths: Paths) -> Iterator[SessionSummary]:
     """`list_sessions` one by one: a file is read when its turn comes (0.1 ms for one of 60 kB)."""
+    return (found for _, found in _session_files(paths) if isinstance(found, SessionSummary))
+
+
+def _session_files(paths: Paths) -> Iterator[tuple[Path, SessionSummary | SessionError]]:
+    """Every session file and what is in it, or why that cannot be said; the one changed last first."""
     changed: list[tuple[float, Path]] = []
     for path in paths.sessions.glob("*" + SUFFIX):
         with suppress(OSError):
             changed.append((path.stat().st_mtime, path))
-    yield from filter(None, (_summary(path, updated) for updated, path in sorted(changed, reverse=True)))
+    for updated, path in sorted(changed, reverse=True):
+        try:
+            yield path, _summary(path, updated)
+        except SessionError as fault:
+            yield path, fault
 
 
-def _summary(path: Path, updated: float) -> SessionSummary | None:
-    """The list line of one file, by byte search: no message is decoded, because there may be thousands of files."""
+def _summary(path: Path, updated: float) -> SessionSummary:
+    """The list line of one file, by byte search: no message is decoded, because there may be thousands of files.
+
+    SessionError where there is none.
+    """
     try:
         data = path.read_bytes()
-    except OSError:
-        return None
-    messages = data.count(b'{"k":"msg"')
-    if not messages:
-        return None
+    except OSError as fault:
+        raise SessionError(fault.strerror or str(fault)) from None
     lines = (data[at : data.find(b"\n", at) + 1] for at in (data.find(b'{"exl2chat":'), data.rfind(b'{"k":"title"')))
-    try:
-        log = load(b"".join(lines))
-    except SessionError:
-        return None
-    id = log.header.id if log.header else path.stem.rpartition("-")[2]
+    log = load(b"".join(lines))
+    if not (messages := data.count(b'{"k":"msg"')):
+        raise SessionError("it is empty" if not data else "no message is in it")
+    id = log.header.id if log.header else _id_in_name(path)
     return SessionSummary(id, log.title or path.stem, updated, messages, path)

@@ -57,8 +57,11 @@ def check_prompt(ids: Sequence[int], size: int, hidden: int, embeddings: Sequenc
     """UsageError for ids that are neither tokens (0 to size - 1) nor of `embeddings`, and for another width of these
     than `hidden`."""
     check_width(embeddings, hidden)
-    if min(ids) >= 0 and max(ids) < size:
-        return
+    try:
+        if min(ids) >= 0 and max(ids) < size:
+            return
+    except TypeError:
+        raise UsageError("the prompt is no list of token ids", "give what the tokenizer's encode returns") from None
     known = [range(size), *(each.ids for each in embeddings)]
     unknown = next((token for token in ids if not any(token in one for one in known)), None)
     if unknown is not None:

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from functools import cached_property
 
-from exl2chat.engine.cache import BITS, PAGE, KVCache
-from exl2chat.errors import UsageError
+from exl2chat.engine.cache import BITS, PAGE, KVCache, cache_bytes
+from exl2chat.errors import ModelError, UsageError, is_out_of_memory
 from exl2chat.exllamav2.model import ExLlamaV2
 from exl2chat.exllamav2.unsupported import refuse_set, unsupported
 
@@ -47,8 +47,17 @@ class ExLlamaV2Cache:
 
     @cached_property
     def kv(self) -> KVCache:
-        """The cache of the engine: the memory of all sequences, in pages. ModelError when the model is not loaded."""
-        return replace(self._model.transformer, cache_bits=self.bits).new_cache(self.capacity)
+        """The cache of the engine: the memory of all sequences, in pages. ModelError when the model is not loaded, or
+        the memory not there."""
+        model = replace(self._model.transformer, cache_bits=self.bits)
+        try:
+            return model.new_cache(self.capacity)
+        except (MemoryError, RuntimeError) as fault:
+            if not is_out_of_memory(fault):
+                raise
+            size = cache_bytes(model.config, self.capacity, model.device, model.dtype, self.bits) / (1 << 30)
+            what = f"{type(self).__name__}: {self.capacity} tokens take {size:,.1f} GiB, which do not fit the memory"
+            raise ModelError(what, "lower max_seq_len or batch_size, or take a cache of fewer bits") from None
 
     @property
     def current_seq_len(self) -> int:

@@ -10,6 +10,11 @@ from exl2chat.model.config import ModelConfig, read_config
 from exl2chat.model.folder import open_folder
 
 
+def read_only(name: str) -> property:
+    """What config.json says, as `ModelConfig` calls it. UsageError before `prepare`."""
+    return property(lambda config: getattr(config.prepared(), name))
+
+
 @dataclass(slots=True)
 class ExLlamaV2Config:
     """Given a folder, it is read at once; otherwise set `model_dir` and call `prepare`.
@@ -38,14 +43,19 @@ class ExLlamaV2Config:
     dtype: str = "auto"
     _read: ModelConfig | None = field(default=None, init=False)
 
+    hidden_size = read_only("hidden_size")
+    intermediate_size = read_only("intermediate_size")
+    num_hidden_layers = read_only("num_layers")
+    num_attention_heads = read_only("num_heads")
+    num_key_value_heads = read_only("num_kv_heads")
+    head_dim = read_only("head_dim")
+    vocab_size = read_only("vocab_size")  # rows of the embedding
+    bos_token_id = read_only("bos_id")
+    eos_token_id = read_only("first_eos_id")  # the first of several, as in the reference
+
     def __post_init__(self) -> None:
         if self.model_dir is not None:
             self.prepare()
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding."""
-        return self.prepared().vocab_size
 
     def prepare(self, no_tensors: bool = False) -> None:
         """Read config.json and, unless `no_tensors`, check every tensor the model needs. Sets `max_seq_len`."""

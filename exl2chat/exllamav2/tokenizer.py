@@ -140,7 +140,7 @@ class ExLlamaV2Tokenizer:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """int64 [B, n], padded on the left; with `return_offsets` also int32 [B], minus the padding of each row. The
         aliases of `embeddings` become their ids."""
-        texts = [text] if isinstance(text, str) else text
+        texts = text if isinstance(text, list | tuple) else [text]
         end = [self.eos_token_id] if add_eos and self.eos_token_id is not None else []
         marks = marks_of(embeddings)
         rows = [encode_marked(self.native, line, marks, encode_special_tokens, add_bos) + end for line in texts]

@@ -35,7 +35,8 @@ class ModelConfig:
 
     windows: one entry per layer, None where attention is full; a window of w is the token itself and the w - 1 before
     it. attention_scale multiplies q.k. Soft caps are None where absent. eos_ids: union of config.json and
-    generation_config.json (the tokenizer and template add theirs later). quant: what is said of GPTQ. sampling:
+    generation_config.json (the tokenizer and template add theirs later); first_eos_id: the one that config.json names
+    first. quant: what is said of GPTQ. sampling:
     generation_config.json's values under `Sampling` field names.
     """
 
@@ -60,6 +61,7 @@ class ModelConfig:
     bos_id: int | None = None
     pad_id: int | None = None
     eos_ids: frozenset[int] = frozenset()
+    first_eos_id: int | None = None
     torch_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
     quant: QuantConfig = field(default_factory=QuantConfig)
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -103,6 +105,7 @@ def read_config(folder: ModelFolder) -> ModelConfig:
         logit_softcap=config.optional_number("final_logit_softcapping", 1e-3, 1e6),
         bos_id=_read_id(config, "bos_token_id", vocab),
         pad_id=_read_id(config, "pad_token_id", vocab),
+        first_eos_id=next(iter(config.ids("eos_token_id", vocab)), None),
         eos_ids=frozenset(config.ids("eos_token_id", vocab) + generation.ids("eos_token_id", vocab)),
         torch_dtype=_read_dtype(config),
         quant=read_quant_config(folder, config),

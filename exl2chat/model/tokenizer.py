@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from exl2chat.errors import ModelError
+from exl2chat.errors import ModelError, UsageError
 from exl2chat.model.controls import ControlTokens, Rendered
 from exl2chat.model.detokenizer import Detokenizer, Piece
 from exl2chat.model.folder import ModelFolder
@@ -63,12 +63,15 @@ class Tokenizer:
         return self._backend.token_of(token_id) or ""
 
     def encode(self, text: str, special: bool = False, add_bos: bool = False) -> list[int]:
-        """The ids of `text`. Without `special`, control tokens in it are spelled out as plain text."""
+        """The ids of `text`. Without `special`, control tokens in it are spelled out as plain text. UsageError for what
+        is no text."""
+        check_text(text)
         ids = self._backend.encode(text) if special else self.encode_chat(self.controls.neutralise(text))
         return [self.bos_id, *ids] if add_bos and self.bos_id is not None else ids
 
     def encode_following(self, text: str) -> list[int]:
         """The ids of plain `text` that stands behind other text: no space is put in front, no control token is made."""
+        check_text(text)
         return self._spell_out(text, opening=False)
 
     def encode_chat(self, rendered: Rendered) -> list[int]:
@@ -77,6 +80,7 @@ class Tokenizer:
         Without hidden text or a forged token these are the ids that transformers gives. A token is forged if the text
         it came from is not its content: a normaliser made it (full-width <, another case).
         """
+        check_text(rendered.text)
         ids: list[int] = []
         spelled: tuple[int, int] | None = None
         for group, start, end in _clusters(self._backend.spans(rendered.text)):
@@ -131,6 +135,17 @@ def open_tokenizer(folder: ModelFolder) -> Tokenizer:
     backend = SentencePieceBackend(folder, tokens)
     tokens = SpecialTokens(tokens.names, tokens.added, tokens.special | set(backend.markers))
     return Tokenizer(backend, tokens, {**backend.names(), **tokens.names})
+
+
+def check_text(text: object) -> None:
+    """UsageError for what is no text, or holds half of a surrogate pair, which no encoding has."""
+    if not isinstance(text, str):
+        raise UsageError(f"what is to be encoded is a {type(text).__name__}", "give a text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as fault:
+        what = f"character {fault.start} of the text, {text[fault.start]!r}, is half of a surrogate pair"
+        raise UsageError(what, "leave it out, or put \ufffd in its place") from None
 
 
 def _clusters(spans: Sequence[Span]) -> Iterable[tuple[list[int], int, int]]:

@@ -92,6 +92,7 @@ def test_gemma_scales_and_caps(tmp_path: Path) -> None:
 
 def test_eos_ids_are_the_union_of_both_files(tmp_path: Path) -> None:
     assert read(tmp_path, {"eos_token_id": 2}, {"eos_token_id": [7, 9]}).eos_ids == {2, 7, 9}
+    assert read(tmp_path, {"eos_token_id": [5, 2]}, {"eos_token_id": 1}).first_eos_id == 5
     assert read(tmp_path, {"eos_token_id": ...}, {"eos_token_id": 4}).eos_ids == {4}
     assert read(tmp_path, {"eos_token_id": None}, {}).eos_ids == frozenset()
 

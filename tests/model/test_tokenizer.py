@@ -8,7 +8,7 @@ import pytest
 import sentencepiece
 import tokenizers
 
-from exl2chat.errors import ModelError
+from exl2chat.errors import ModelError, UsageError
 from exl2chat.model.folder import open_folder
 from exl2chat.model.huggingface_tokenizer import library_faults
 from exl2chat.model.tokenizer import open_tokenizer
@@ -37,6 +37,16 @@ def test_ids_and_text_equal_the_tokenizers_library(kind: str, tmp_path: Path) ->
         assert tokenizer.encode(marked, special=True) == ids
         assert tokenizer.decode(ids) == library.decode(ids)
         assert tokenizer.decode(ids, special=True) == library.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("special", [False, True])
+def test_what_is_no_text_is_the_fault_of_who_gives_it(kind: str, special: bool, tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(write_tokenizer(tmp_path, kind))
+    with pytest.raises(UsageError, match="is half of a surrogate pair"):
+        tokenizer.encode("a\ud800b", special)
+    with pytest.raises(UsageError, match="a NoneType"):
+        tokenizer.encode(None, special)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", SENTENCEPIECE)

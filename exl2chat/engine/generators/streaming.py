@@ -1,6 +1,6 @@
 """One reply at a time, token by token, over a cache that is kept from turn to turn."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -234,6 +234,8 @@ class StreamingGenerator:
             if input_ids.dim() > 1 and input_ids.shape[0] != 1:
                 raise UsageError(f"input_ids has shape {list(input_ids.shape)}", "a stream has one row: [1, n]")
             input_ids = input_ids.reshape(-1).tolist()
+        if not isinstance(input_ids, Iterable):
+            raise UsageError(f"the prompt is a {type(input_ids).__name__}", "give what the tokenizer's encode returns")
         ids = list(input_ids)
         if not ids:
             raise UsageError("the prompt has no tokens", "give at least one")

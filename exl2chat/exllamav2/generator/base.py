@@ -13,7 +13,7 @@ from exl2chat.engine.stopping import StopConditions
 from exl2chat.exllamav2.cache import ExLlamaV2Cache
 from exl2chat.exllamav2.embedding import Embeddings, encode_prompt, marks_of_prompts
 from exl2chat.exllamav2.generator.filters import ExLlamaV2Filter
-from exl2chat.exllamav2.generator.requests import engine_constraint, engine_settings, is_set
+from exl2chat.exllamav2.generator.requests import check_prompts, engine_constraint, engine_settings, is_set
 from exl2chat.exllamav2.generator.sampler import ExLlamaV2Sampler
 from exl2chat.exllamav2.lora import Loras, scaled_loras
 from exl2chat.exllamav2.model import ExLlamaV2
@@ -67,6 +67,7 @@ class ExLlamaV2BaseGenerator:
         input_embeddings: a tensor [B, N, hidden] for B prompts, which stands where each has `{{EMBED_HERE}}` and is no
         part of the text that comes back; or `ExLlamaV2MMEmbedding`s, wherever their aliases stand.
         """
+        check_prompts(prompt)
         self._generator.set_adapters(scaled_loras(loras))
         self.abort_event = abort_event
         stops = self.tokenizer.eos_ids if stop_token == EOS else frozenset(() if stop_token is None else (stop_token,))

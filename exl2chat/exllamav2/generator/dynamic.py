@@ -16,7 +16,7 @@ from exl2chat.engine.transformer import prefill_chunk
 from exl2chat.errors import ContextError, UsageError
 from exl2chat.exllamav2.cache import ExLlamaV2Cache
 from exl2chat.exllamav2.embedding import ExLlamaV2MMEmbedding, encode_prompt, marks_of
-from exl2chat.exllamav2.generator.requests import engine_constraint, engine_settings, is_set, row_of
+from exl2chat.exllamav2.generator.requests import check_prompts, engine_constraint, engine_settings, is_set, row_of
 from exl2chat.exllamav2.generator.results import Record, record_of
 from exl2chat.exllamav2.generator.sampler import ExLlamaV2Sampler
 from exl2chat.exllamav2.lora import Loras, scaled_loras
@@ -67,7 +67,7 @@ class ExLlamaV2DynamicJob:
         self.identifier = identifier
         settings = gen_settings or ExLlamaV2Sampler.Settings()
         self._filters = filters or settings.filters
-        prompts = [input_ids] if isinstance(input_ids, Tensor) else input_ids
+        prompts = input_ids if isinstance(input_ids, list | tuple) else [cast(Tensor, input_ids)]
         sampling, guidance, hooks = engine_settings(settings, seed)
         self._job = Job(
             tuple(map(row_of, prompts)), max_new_tokens, sampling, StopConditions.of(stop_conditions or ()),
@@ -149,12 +149,15 @@ class ExLlamaV2DynamicGenerator:
         self.engine.set_adapters(scaled_loras(loras))
 
     def enqueue(self, job: ExLlamaV2DynamicJob | Sequence[ExLlamaV2DynamicJob]) -> int | list[int]:
-        """The serial of a job, or of each. ContextError for one that can never fit."""
+        """The serial of a job, or of each. ContextError for one that can never fit, UsageError for one that has not
+        ended."""
         if isinstance(job, ExLlamaV2DynamicJob):
             return self._enqueue(job)
         return [self._enqueue(each) for each in job]
 
     def _enqueue(self, job: ExLlamaV2DynamicJob) -> int:
+        if any(job is one for one in self._jobs.values()):
+            raise UsageError("the job is enqueued already", "make another job, or wait until this one has ended")
         serial = self.engine.enqueue(self.checked(job))
         self._jobs[serial] = job
         job.serial_number = serial
@@ -227,6 +230,7 @@ class ExLlamaV2DynamicGenerator:
         its error, and UsageError is raised while other jobs remain.
         """
         refuse_set("ExLlamaV2DynamicGenerator.generate", **kwargs)
+        check_prompts(prompt)
         prompts = cast(list[Prompt], [prompt] if isinstance(prompt, str | tuple) else list(prompt))
         settings = _each("gen_settings", gen_settings, isinstance(gen_settings, Sequence), len(prompts))
         own_filters = _each("filters", filters, _has_lists(filters), len(prompts))
@@ -250,7 +254,7 @@ class ExLlamaV2DynamicGenerator:
 
     def _encoded(self, prompt: Prompt, embeddings: Any, special: bool, add_bos: bool) -> list[Tensor]:
         """The ids [n] of a text, or of each of a pair."""
-        texts, marks = [prompt] if isinstance(prompt, str) else prompt, marks_of(embeddings)
+        texts, marks = prompt if isinstance(prompt, tuple) else [prompt], marks_of(embeddings)
         return [torch.tensor(encode_prompt(self.tokenizer.native, text, marks, special, add_bos)) for text in texts]
 
     def _run(self, jobs: list[ExLlamaV2DynamicJob], abort_event: Event | None) -> list[Record] | None:

@@ -35,8 +35,16 @@ def engine_constraint(filters: Sequence[Any] | None, tokenizer: ExLlamaV2Tokeniz
     return constraint_of(tokenizer, filters or ())
 
 
+def check_prompts(prompts: object) -> None:
+    """UsageError for what is neither a text nor many. Whether each of many is one, encoding it shows."""
+    if not isinstance(prompts, Sequence):
+        raise UsageError(f"the prompt is a {type(prompts).__name__}", "give a text, or a list of texts")
+
+
 def row_of(ids: Tensor) -> tuple[int, ...]:
-    """A prompt [1, n] or [n]. UsageError for a batch."""
+    """A prompt [1, n] or [n]. UsageError for a batch, and for what is no tensor."""
+    if not isinstance(ids, Tensor):
+        raise UsageError(f"input_ids is a {type(ids).__name__}", "give the tensor that tokenizer.encode returns")
     if ids.dim() > 2 or (ids.dim() == 2 and ids.shape[0] != 1):
         raise UsageError(f"input_ids has shape {list(ids.shape)}", "it is [1, n]: a job has one row")
     return tuple(ids.flatten().tolist())

@@ -8,6 +8,7 @@ import torch
 
 from exl2chat.engine.constraints import AllOf, Constraint
 from exl2chat.engine.filters import FilterConstraint
+from exl2chat.errors import UsageError
 from exl2chat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 
 CONTAINERS = (list, dict, set, bytearray)
@@ -61,6 +62,12 @@ class ExLlamaV2Filter:
 
 
 def constraint_of(tokenizer: ExLlamaV2Tokenizer, filters: Sequence[ExLlamaV2Filter]) -> Constraint | None:
-    """All `filters` at once; None without any."""
+    """All `filters` at once; None without any. UsageError for what is no filter."""
+    for rule in filters:
+        missing = [name for name in ("begin", "feed", "next") if not hasattr(rule, name)]
+        if missing:
+            raise UsageError(
+                f"a {type(rule).__name__} is among the filters, without {', '.join(missing)}", "extend ExLlamaV2Filter"
+            )
     constraints = [FilterConstraint(tokenizer.token_table, rule) for rule in filters]
     return AllOf(constraints) if constraints else None
