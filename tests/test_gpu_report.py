@@ -25,6 +25,8 @@ SHAPES = {
         "reply at context 32768": "35 tokens/s",
         "5 tokens at once at context 128": "8.5 ms",
         "prompt of 2048": "34,600 tokens/s",
+        "prompt of 8192": "21,800 tokens/s",
+        "32 jobs at context 128": "not measured",
     },
 }
 
@@ -57,7 +59,8 @@ def test_the_sanitizer_found_nothing_in_any_family(report: dict, tool: str) -> N
 def test_no_kernel_is_missing(report: dict) -> None:
     rows = {(row["name"], row["rows"]): row for row in report["rows"]}
     assert not [(name, count) for name in KERNELS for count in (1, 5, 16) if (name, count) not in rows], COMMAND
-    assert all(0 < row["ratio"] <= 1.05 for row in rows.values())
+    # Few rows of packed weights are faster than torch's float16 product, which reads four times as much.
+    assert all(0 < row["ratio"] <= (1.05 if "read" in row["ceiling"] else 2) for row in rows.values())
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -17,9 +17,10 @@ from tests.engine.tiny_models import byte_model
     [
         (WORKLOAD.room, WORKLOAD.contexts, WORKLOAD.prompts),
         (WORKLOAD.room - 1, WORKLOAD.contexts[:-1], WORKLOAD.prompts),
-        (4096, (128,), (2048,)),
-        (300, (128,), (300,)),
-        (100, (), (100,)),
+        (4096, (128,), (64, 2048)),
+        (300, (128,), (64,)),
+        (100, (), (64,)),
+        (50, (), (50,)),
     ],
 )
 def test_a_workload_keeps_to_the_context(room: int, contexts: tuple[int, ...], prompts: tuple[int, ...]) -> None:
