@@ -15,9 +15,10 @@ import unicodedata
 MAX_MARKS = 8
 _JOINERS = "\u200c\u200d"
 
-_UNSAFE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028\u2029\u202a-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb"
-    "\ud800-\udfff\U000e0000-\U000e007f\U000e0100-\U000e01ef]"
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+HIDDEN = re.compile(
+    "[\u061c\u200b\u200e\u200f\u2028\u2029\u202a-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb"
+    "\U000e0000-\U000e007f\U000e0100-\U000e01ef]"
 )
 
 
@@ -42,7 +43,7 @@ class Scrubber:
         self._carriage_return = text.endswith("\r")
         if self._carriage_return:
             text = text[:-1]
-        text = _UNSAFE.sub(_glyph, text.replace("\r\n", "\n").replace("\r", "\n"))
+        text = HIDDEN.sub("\ufffd", scrub_controls(text))
         return text if not self._marks and text.isascii() else self._limit_marks(text)
 
     def flush(self) -> str:
@@ -67,6 +68,11 @@ def scrub(text: str) -> str:
     """`text` with nothing left in it that a terminal obeys. Keeps tab and newline."""
     scrubber = Scrubber()
     return scrubber.feed(text) + scrubber.flush()
+
+
+def scrub_controls(text: str) -> str:
+    """`text` without control characters and unpaired surrogates, line ends as newlines; what is hidden stays."""
+    return _CONTROL.sub(_glyph, text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def scrub_line(text: str) -> str:

@@ -29,6 +29,7 @@ ALLOWED = {
     "link.service": ("link", "model"),
     "link.host": ("link", "engine", "model"),
     "chat": ("link.protocol",),
+    "chat.reply": ("chat", "link.protocol", "model.lora"),
     "ui": ("chat", "link.protocol"),
     "cli": (),
     "__main__": ("cli",),

@@ -19,7 +19,8 @@ from exl2chat.chat.events import (
 from exl2chat.chat.export import FORMATS, write_export
 from exl2chat.chat.forms import MEANING, Kind, form_of
 from exl2chat.chat.grammar import literal
-from exl2chat.chat.session import Session, find_session, slug
+from exl2chat.chat.reply import require_loras
+from exl2chat.chat.session import Session, find_session, list_sessions, slug
 from exl2chat.chat.tree import Tree
 from exl2chat.errors import SessionError, UsageError
 from exl2chat.safetext import scrub_line
@@ -93,13 +94,15 @@ async def new(controller: "Controller", argument: str) -> None:
 
 
 async def open_session(controller: "Controller", argument: str) -> None:
-    """Open the session called so; let the user choose when nothing is called exactly so."""
+    """Open the session called so; let the user choose where only parts of titles are. SessionError where none is."""
     if not argument:
         controller.emit(ChooseSession())
         return
     try:
         path = find_session(argument, controller.paths)
     except SessionError:
+        if not any(argument.casefold() in each.title.casefold() for each in list_sessions(controller.paths)):
+            raise
         controller.emit(ChooseSession(argument))
         return
     if os.path.realpath(path) != os.path.realpath(controller.session.file or ""):
@@ -246,6 +249,8 @@ def _require_theme(controller: "Controller", name: Value) -> None:
 async def _change(controller: "Controller", name: str, value: Value) -> None:
     if name == "theme":
         _require_theme(controller, value)
+    elif name == "lora":
+        require_loras(str(value or ""))
     await controller.change_settings(controller.settings.with_value("/set", name, value))
     controller.emit(Notice(f"{name} is {pages.shown(value)}"))
 

@@ -32,7 +32,7 @@ from exl2chat.chat.events import (
 from exl2chat.chat.faults import fault_in, log_fault
 from exl2chat.chat.loads import Loads, load_request, put_back
 from exl2chat.chat.outbox import Outbox
-from exl2chat.chat.recall import with_model, with_session
+from exl2chat.chat.recall import chosen_values, with_model, with_session
 from exl2chat.chat.reply import Reply, request
 from exl2chat.chat.session import Session, new_id, storable
 from exl2chat.errors import ChatError, ContextError, SessionError, UsageError, error_for
@@ -223,12 +223,11 @@ class Controller:
             self._handle_reply(wire.Failed(asked.id, fault.message, fault.remedy, fault.status), self._reply)
 
     async def change_settings(self, settings: Settings) -> None:
-        """Let `settings` hold; a change of what is loaded loads anew. UsageError if a reply is on its way then."""
+        """Let `settings` hold and save them; a change of what is loaded loads anew. UsageError if a reply runs then."""
         if self._reply and load_request(settings) != self._loads.wanted:
             raise UsageError("a reply is on its way", "stop it first")
-        self._take_settings(settings)
-        if self._pump and load_request(self.settings) != self._loads.wanted:
-            await self.load_model()
+        self.session.record_settings(chosen_values(settings))
+        await self._use(settings)
 
     async def change_session(self, session: Session) -> None:
         """Show another session, with the settings recorded in it.
@@ -247,7 +246,7 @@ class Controller:
         self.emit(PathChanged())
         for line in session.notices:
             self.emit(Notice(line, "warning"))
-        await self.change_settings(with_session(self.settings, session))
+        await self._use(with_session(self.settings, session))
 
     async def enqueue(self, line: str, replaces: str | None = None) -> None:
         """Send `line` when the model is free, which may be now; load the model if it is down."""
@@ -270,6 +269,11 @@ class Controller:
         await self._engine.send(request)
 
     # Inside
+
+    async def _use(self, settings: Settings) -> None:
+        self._take_settings(settings)
+        if self._pump and load_request(self.settings) != self._loads.wanted:
+            await self.load_model()
 
     def _take_settings(self, settings: Settings) -> None:
         before, self.settings = self.settings, settings
@@ -324,6 +328,7 @@ class Controller:
         self.settings = with_model(self.settings, event.model)
         if news == "kept" and self._loads.held:
             self._take_settings(put_back(self.settings, self._loads.held))
+            self.session.record_settings(chosen_values(self.settings))
         self.emit(ModelReady(event.model, event.seconds))
         if event.note:
             self.emit(Notice(event.note, "warning"))

@@ -20,7 +20,8 @@ LARGEST = 4 << 20  # bytes of a file
 def form_of(kind: Kind, argument: str) -> Form:
     """`argument` is the schema, expression or grammar, or, but for an expression, names the file that holds it.
 
-    UsageError naming file and place where it cannot be read or is not JSON. The engine says whether it can be followed.
+    UsageError naming file and place where it cannot be read, is not JSON or no regular expression. The engine says
+    whether it can be followed.
     """
     if not argument.strip():
         raise UsageError(f"the {FORMS[kind]} is empty", "give one")
@@ -30,6 +31,8 @@ def form_of(kind: Kind, argument: str) -> Form:
         form = Form(kind, _read(argument), argument)
     if kind == "json":
         _check_json(form)
+    elif kind == "regex":
+        _check_regex(form)
     return form
 
 
@@ -65,3 +68,12 @@ def _check_json(form: Form) -> None:
         raise UsageError(f"{where:.200}: {place}: {fault.msg}", "it is not JSON") from None
     except (RecursionError, ValueError):
         raise UsageError(f"{where:.200}: nested too deeply, or with a number too long", "use a plainer one") from None
+
+
+def _check_regex(form: Form) -> None:
+    from llguidance import LLMatcher, regex_to_lark  # it takes 50 ms to import, and few chats use it
+
+    lark = f"start: /{regex_to_lark(form.text, use_ascii='')}/"
+    if fault := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(lark)):
+        reason = fault.rpartition("\nerror: ")[2].partition("\n")[0]
+        raise UsageError(f"regular expression '{form.text:.80}': {reason:.200}", "correct it or use something simpler")

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -89,6 +90,14 @@ def loras_of(text: str | None) -> tuple[LoraUse, ...]:
     """The LoRAs that the setting `lora` lists: FOLDER or FOLDER:SCALE, with commas between them."""
     folders = (part.strip() for part in (text or "").split(","))
     return tuple(_lora_of(folder) for folder in folders if folder)
+
+
+def require_loras(text: str) -> None:
+    """ModelError where one of the LoRAs that `text` lists is none. The engine says whether it fits the model."""
+    from exl2chat.model.lora import check_lora  # it takes time to import, and few chats use one
+
+    for lora in loras_of(text):
+        check_lora(Path(lora.path))
 
 
 def _lora_of(text: str) -> LoraUse:

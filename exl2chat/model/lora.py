@@ -90,6 +90,17 @@ class _Config:
 def open_lora(path: Path, config: ModelConfig) -> Lora:
     """The LoRA in the folder `path` for a model of `config`. ModelError in one line for anything missing, wrong or not
     supported."""
+    folder, settings, pairs = _read(path)
+    slots = _slots(config)
+    return Lora(folder, tuple(_update(module, pair, settings, slots, config) for module, pair in pairs.items()))
+
+
+def check_lora(path: Path) -> None:
+    """ModelError in one line where the folder `path` is no LoRA that any model can use."""
+    _read(path)
+
+
+def _read(path: Path) -> tuple[ModelFolder, _Config, Mapping[str, tuple[TensorInfo, TensorInfo]]]:
     if not path.is_dir():
         raise ModelError(f"{path}: is no folder", _NO_FOLDER)
     folder = open_folder(path)
@@ -100,11 +111,7 @@ def open_lora(path: Path, config: ModelConfig) -> Lora:
     tensors = read_tensor_index(ModelFolder(folder.path, {WEIGHTS: folder.files[WEIGHTS]}))
     if not tensors:
         raise ModelError(f"{folder.where(WEIGHTS)}: holds no tensors", _NO_FOLDER)
-    slots = _slots(config)
-    return Lora(
-        folder,
-        tuple(_update(module, pair, settings, slots, config) for module, pair in _pair(tensors).items()),
-    )
+    return folder, settings, _pair(tensors)
 
 
 def _read_config(fields: Fields) -> _Config:

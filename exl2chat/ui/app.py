@@ -17,7 +17,7 @@ from textual.containers import Horizontal
 from textual.filter import LineFilter
 from textual.notifications import Notify
 from textual.screen import ModalScreen, Screen
-from textual.widgets import Static, TextArea
+from textual.widgets import Static
 
 from exl2chat.chat.commands import COMMANDS, help_page
 from exl2chat.chat.controller import Controller
@@ -35,7 +35,7 @@ from exl2chat.ui.keys import HINTS, bindings, keys_page
 from exl2chat.ui.panels import Choice, Page, Picker
 from exl2chat.ui.presenter import Bars, Presenter, Severity
 from exl2chat.ui.prompt import Prompt
-from exl2chat.ui.safety import SafeText
+from exl2chat.ui.safety import SafeText, release
 from exl2chat.ui.themes import ChatTheme, load_theme, theme_files
 from exl2chat.ui.transcript import Transcript
 
@@ -61,7 +61,9 @@ class ChatApp(App[int]):
         controller.names = replace(controller.names, themes=tuple(self.themes))
         self.transcript = Transcript(self._look, id="transcript")
         self._completions = CompletionList()
-        self.prompt = Prompt(History(paths.history), self._completions)
+        self.prompt = Prompt(
+            History(paths.history), self._completions, lambda line: controller.complete(line, len(line))
+        )
         self._hints = HintBar()
         self._bars = Bars(TitleBar(), LoadBar(), QueueBar(), StatusBar())
         self.presenter = Presenter(controller, self, self.transcript, self.prompt, self._bars)
@@ -168,6 +170,10 @@ class ChatApp(App[int]):
         else:
             self.exit(0)
 
+    def copy_to_clipboard(self, text: str) -> None:
+        """Copy `text`, which may be from the prompt."""
+        super().copy_to_clipboard(release(text))
+
     # What the user does
 
     @on(Prompt.Submitted)
@@ -177,12 +183,6 @@ class ChatApp(App[int]):
     @on(Prompt.EditEnded)
     def _on_edit_ended(self) -> None:
         self.say("no longer editing: what you send is a new message", "information")
-
-    @on(TextArea.Changed)
-    def _on_typed(self) -> None:
-        prompt = self.prompt
-        at_end = prompt.cursor_location == prompt.document.end
-        self._completions.offer(self.controller.complete(prompt.text, len(prompt.text)) if at_end else ())
 
     @on(Prompt.Left)
     def _on_prompt_left(self) -> None:

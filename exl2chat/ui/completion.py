@@ -11,11 +11,12 @@ from exl2chat.safetext import scrub_line
 
 
 class CompletionList(OptionList, can_focus=False):
-    """Hidden while it has nothing to offer."""
+    """Hidden while it has nothing to offer. `made_for` is the text of the prompt that it completes."""
 
     def __init__(self) -> None:
         super().__init__(compact=True)
         self._offered: Sequence[Completion] = ()
+        self.made_for = ""
         self.display = False
 
     @property
@@ -28,8 +29,9 @@ class CompletionList(OptionList, can_focus=False):
         """The text that the marked completion makes of the prompt."""
         return self._offered[self.highlighted or 0].text
 
-    def offer(self, completions: Sequence[Completion]) -> None:
-        """Show these."""
+    def offer(self, line: str, completions: Sequence[Completion]) -> None:
+        """Show these, the completions of `line`."""
+        self.made_for = line
         if [c.text for c in completions] == [c.text for c in self._offered] and self.is_open:
             return
         self._offered = completions

@@ -1,16 +1,20 @@
 """Where the user types: several lines, history, completion, pastes of any size."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from rich.text import Text
 from textual import events, on
 from textual.binding import Binding
 from textual.message import Message
 from textual.widgets import TextArea
 from textual.widgets.text_area import Edit, EditResult
 
-from exl2chat.safetext import scrub
+from exl2chat.chat.completion import Completion
+from exl2chat.safetext import scrub_controls
 from exl2chat.ui.completion import CompletionList
+from exl2chat.ui.safety import drawn, hold, release
 
 PASTE_CHARACTERS, PASTE_LINES = 2000, 20
 NEWLINE_KEYS = ("ctrl+j", "shift+enter", "shift+\r")
@@ -27,6 +31,7 @@ class Recall(Protocol):
 class Prompt(TextArea):
     """Posts what the user sends. A long paste shows as a token in double brackets and is put back when it is sent.
 
+    Other invisible characters show as stand-ins, likewise until the text is sent; control characters are never sent.
     `replaces` is the message that the text is to replace, if it is an edit; a text that is erased ends the edit.
     """
 
@@ -53,10 +58,13 @@ class Prompt(TextArea):
     class Left(Message):
         """The user asked to leave."""
 
-    def __init__(self, history: Recall, completions: CompletionList) -> None:
+    def __init__(
+        self, history: Recall, completions: CompletionList, complete: Callable[[str], Sequence[Completion]]
+    ) -> None:
         super().__init__(soft_wrap=True, tab_behavior="focus", highlight_cursor_line=False, compact=True)
         self._history = history
         self._completions = completions
+        self._completions_of = complete
         self._recalled = 0  # how many steps back in the history; 0 is the draft
         self._draft = ""
         self._pastes: dict[str, str] = {}
@@ -65,20 +73,21 @@ class Prompt(TextArea):
 
     @property
     def full_text(self) -> str:
-        """What would be sent: pastes in place of their tokens."""
-        text = self.text
+        """What would be sent: pastes in place of their tokens, invisible characters in place of their stand-ins."""
+        text = release(self.text)
         for token, paste in self._pastes.items():
             text = text.replace(token, paste)
         return text
 
     def put(self, text: str) -> None:
         """Replace the text (it can be undone); the cursor goes to its end."""
-        self.replace(scrub(text), self.document.start, self.document.end)
+        self.replace(text, self.document.start, self.document.end)
         self.move_cursor(self.document.end)
         self._recalled = 0
 
     def edit(self, edit: Edit) -> EditResult:
         """Change the text: whatever is typed, pasted or put does, at once. Undoing does not come through here."""
+        edit.text = hold(scrub_controls(edit.text))
         result = super().edit(edit)
         self._end_edit()
         return result
@@ -91,6 +100,12 @@ class Prompt(TextArea):
             self.replaces = None
             self.post_message(self.EditEnded())
 
+    def get_line(self, line_index: int) -> Text:
+        """The line as it is drawn."""
+        line = super().get_line(line_index)
+        line.plain = drawn(line.plain)
+        return line
+
     async def _on_key(self, event: events.Key) -> None:
         if self._handles(event.key):
             event.stop()
@@ -100,6 +115,7 @@ class Prompt(TextArea):
 
     def _handles(self, key: str) -> bool:
         """Whether the key did something here that the text area knows nothing of."""
+        self._offer()  # a burst of keys is here before the list was made anew
         if self._completions.is_open and self._complete(key):
             return True
         if key == "enter":
@@ -113,6 +129,14 @@ class Prompt(TextArea):
         else:
             return key == "tab"
         return True
+
+    @on(TextArea.Changed)
+    def _offer(self) -> None:
+        """Offer the completions of the text, unless that was done already."""
+        line = self.text
+        if line != self._completions.made_for:
+            at_end = self.cursor_location == self.document.end
+            self._completions.offer(line, self._completions_of(line) if at_end else ())
 
     def _complete(self, key: str) -> bool:
         if key in ("up", "down"):
@@ -163,13 +187,13 @@ class Prompt(TextArea):
     async def _on_paste(self, event: events.Paste) -> None:
         event.stop()
         event.prevent_default()
-        text = event.text.replace("\r\n", "\n").replace("\r", "\n")
+        text = scrub_controls(event.text)
         lines = text.count("\n") + 1
         if len(text) > PASTE_CHARACTERS or lines > PASTE_LINES:
             token = f"⟦paste {len(self._pastes) + 1}: {lines} lines, {len(text)} characters⟧"
             self._pastes[token] = text
             text = token
-        self.insert(scrub(text))
+        self.insert(text)
 
     async def action_end(self) -> None:
         if self.cursor_at_end_of_line:

@@ -151,8 +151,11 @@ async def test_new_open_rename_and_delete(start: Start, paths: Paths) -> None:
     assert isinstance(chat.events[-1], SessionChanged)
     await chat.say("/open FIRST question")
     assert chat.texts[0] == "first question"
+    await chat.say("/open QUEST")
+    assert chat.last(ChooseSession).query == "QUEST"
     await chat.say("/open nothing like it")
-    assert chat.last(ChooseSession).query == "nothing like it"
+    assert chat.last(ChooseSession).query == "QUEST"
+    assert chat.last(Notice).text.startswith("there is no session 'nothing like it'")
     await chat.say("/open")
     assert chat.last(ChooseSession).query == ""
     await chat.say("/delete")

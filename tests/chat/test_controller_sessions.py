@@ -12,8 +12,10 @@ from exl2chat.link.scripted import Hold, Say, Script, ScriptedEngine
 from exl2chat.paths import Paths
 from exl2chat.settings import Settings
 
+from . import conftest
 from .conftest import HELD, Start, replies
 from .faults import FailingDisk
+from .test_controller import KeepingEngine
 
 
 async def test_the_session_restores_what_was_set_in_it(start: Start, paths: Paths) -> None:
@@ -27,6 +29,42 @@ async def test_the_session_restores_what_was_set_in_it(start: Start, paths: Path
     assert settings["theme"] == "dark"
     assert chat.loads[-1].model == "org/other"
     assert chat.texts == ["hi", "a"]
+
+
+@pytest.mark.parametrize("then", ["/retry", "/rename x", "/stop"])
+async def test_what_is_set_is_saved_without_another_message(start: Start, paths: Paths, then: str) -> None:
+    chat = await (await start(replies("a", "b"), Session.create(paths))).ready()
+    await chat.say("hi", "/set temperature 0.33", then)
+    await chat.controller.close()
+    assert Session.open("last", paths).settings["temperature"] == 0.33
+
+
+async def test_what_is_set_in_an_empty_chat_makes_no_file(start: Start, paths: Paths) -> None:
+    chat = await (await start(replies("a"), Session.create(paths))).ready()
+    await chat.say("/set temperature 0.33", "/rename x")
+    await chat.controller.close()
+    assert not list(paths.sessions.glob("*"))
+
+
+async def test_a_model_that_was_not_loaded_is_not_saved(
+    start: Start, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conftest, "ScriptedEngine", KeepingEngine)
+    chat = await (await start(replies("a"), Session.create(paths))).ready()
+    await chat.say("hi", "/model org/broken")
+    await chat.until(lambda: "still answers" in chat.last(Notice).text)
+    await chat.controller.close()
+    assert Session.open("last", paths).settings["model"] == "smollm2"
+
+
+async def test_opening_a_session_does_not_write(start: Start, paths: Paths) -> None:
+    session = Session.create(paths)
+    session.add(Message("u1", None, "user", "hi"))
+    session.close()
+    before = session.file.read_bytes()
+    chat = await (await start(settings=Settings().with_layer("flag", {"temperature": 1.0}))).ready()
+    await chat.say("/open hi", "/new")
+    assert session.file.read_bytes() == before
 
 
 async def test_a_flag_wins_over_the_session(start: Start, paths: Paths) -> None:

@@ -46,11 +46,13 @@ def test_a_form_is_shown_letter_for_letter_and_of_a_long_one_the_beginning() -> 
 
 async def test_a_form_that_cannot_be_read_leaves_the_one_there_is(start: Start) -> None:
     chat = await (await start()).ready()
-    await chat.say("/regex a", "/json {", "/json nowhere.json")
+    await chat.say("/regex a", "/json {", "/json nowhere.json", "/regex (a", "/regex a(?=b)")
     errors = [notice for notice in chat.of(Notice) if notice.level == "error"]
-    assert [(error.text.partition(" (")[0], error.status) for error in errors] == [
+    assert [(error.text.rpartition(" (")[0], error.status) for error in errors] == [
         ("JSON schema: line 1, column 2: Expecting property name enclosed in double quotes", 2),
         ("nowhere.json: No such file or directory", 2),
+        ("regular expression '(a': unclosed group", 2),
+        ("regular expression 'a(?=b)': look-around, including look-ahead and look-behind, is not supported", 2),
     ]
     assert chat.controller.form == Form("regex", "a")
 

@@ -164,6 +164,8 @@ async def test_an_app_that_could_not_save_says_so_when_it_has_gone(paths, monkey
 async def test_a_query_without_a_match_says_so(start) -> None:
     async with start() as screen:
         await screen.say("/open nosuch")
+        await screen.until(lambda: screen.shown("there is no session 'nosuch'"))
+        screen.app.choose_session("nosuch")
         await screen.until(lambda: isinstance(screen.app.screen, Picker) and screen.shown("no match"))
         await screen.press("down", "enter", "escape")
         await screen.until(lambda: not isinstance(screen.app.screen, Picker))

@@ -4,8 +4,9 @@ import pytest
 from textual import events
 
 from exl2chat.chat.history import LIMIT, LONGEST, History
+from exl2chat.errors import ContextError
 from exl2chat.link.protocol import Generate
-from exl2chat.link.scripted import Read, Say, Script
+from exl2chat.link.scripted import Fail, Read, Say, Script
 
 HELLO = Script(replies=((Read(total=8), Say("Hello.")),))
 
@@ -97,6 +98,50 @@ async def test_a_paste_into_the_prompt_is_harmless_text(start) -> None:
     async with start() as screen:
         screen.app.prompt.post_message(events.Paste("a\x1b]52;c;eA==\x07b"))
         await screen.until(lambda: screen.app.prompt.text == "a␛]52;c;eA==␇b")
+
+
+INVISIBLE = "a\u200eb\u200f \u200b\u2060\ufeff\u2028\u2029\u202ec\U000e0041\U000e0100" + "e" + "\u0301" * 12
+
+
+@pytest.mark.parametrize("lines", [1, 30])
+async def test_a_paste_keeps_invisible_characters_and_no_control_character(start, lines: int) -> None:
+    pasted, kept = "\n".join([INVISIBLE + "\x07"] * lines), "\n".join([INVISIBLE + "␇"] * lines)
+    async with start(HELLO) as screen:
+        await screen.ready()
+        screen.app.prompt.post_message(events.Paste(pasted))
+        await screen.until(lambda: screen.app.prompt.full_text == kept)
+        await screen.until(lambda: screen.shown("a�b�" if lines == 1 else "⟦paste 1"))
+        assert not set(INVISIBLE) & set(screen.text()) - set("abce \u0301")
+        await screen.press("enter")
+        await screen.replied()
+        assert sent(screen) == [kept] == [screen.chat.path[0].text]
+        await screen.chat.run("edit #1")
+        assert screen.app.prompt.full_text == kept
+
+
+async def test_invisible_characters_come_back_with_a_message_that_failed(start) -> None:
+    async with start(Script(replies=((Fail("too long", status=ContextError.status),),))) as screen:
+        await screen.ready()
+        screen.app.prompt.post_message(events.Paste(INVISIBLE))
+        await screen.press("enter")
+        await screen.until(lambda: sent(screen) and screen.app.prompt.text)
+        assert screen.app.prompt.full_text == INVISIBLE
+        await screen.press("ctrl+x")
+        assert (screen.app.clipboard, screen.app.prompt.text) == (INVISIBLE, "")
+        await screen.press("ctrl+v")
+        assert screen.app.prompt.full_text == INVISIBLE
+
+
+async def test_enter_takes_no_completion_of_an_earlier_text(start) -> None:
+    async with start(HELLO) as screen:
+        await screen.ready()
+        await screen.type("/branch ")
+        await screen.until(lambda: screen.shown("the version after this one"))
+        prompt = screen.app.prompt
+        prompt.put("/edit #99")
+        prompt._handles("enter")  # before the list hears of the text
+        assert prompt.text == ""
+        await screen.until(lambda: screen.shown("/edit: there is no message yet"))
 
 
 async def test_completion_is_offered_moved_and_taken(start) -> None:
