@@ -101,7 +101,7 @@ class Vowels:
         self.prefix = "never"
 
     def clone(self) -> Self:
-        raise NotImplementedError
+        return type(self)()
 
     def begin(self, prefix_str: str) -> None:
         self.count, self.prefix = 0, prefix_str
