@@ -8,9 +8,9 @@ from typing import Protocol
 from exl2chat.engine.cache import KVCache
 from exl2chat.engine.drafting import SuffixDrafter
 from exl2chat.engine.executor import Executor
-from exl2chat.engine.generators.choosing import Chooser
 from exl2chat.engine.pace import Pace
 from exl2chat.engine.pages import PageCopy
+from exl2chat.engine.replies.choosing import Chooser
 from exl2chat.engine.scheduler import Row, StepPlan
 from exl2chat.engine.transformer import Transformer
 from exl2chat.errors import ChatError, UsageError

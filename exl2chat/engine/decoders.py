@@ -10,8 +10,8 @@ from exl2chat.engine.cache import KVCache
 from exl2chat.engine.device_decoder import DeviceDecoder
 from exl2chat.engine.device_steps import DeviceSteps, runs_on_device
 from exl2chat.engine.drafting import Drafter
-from exl2chat.engine.generators.choosing import Chooser
 from exl2chat.engine.pace import Pace
+from exl2chat.engine.replies.choosing import Chooser
 from exl2chat.engine.speculation import Speculated, SpeculativeLogits
 from exl2chat.engine.step_logits import StepLogits
 from exl2chat.engine.transformer import Transformer

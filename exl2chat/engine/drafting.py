@@ -11,7 +11,7 @@ from exl2chat.engine.cache import KVCache
 from exl2chat.engine.device_decoder import Steps
 from exl2chat.engine.device_steps import RESULTS, DeviceSteps, runs_on_device
 from exl2chat.engine.embeddings import FIRST_ID
-from exl2chat.engine.generators.choosing import Chooser, known_to_device
+from exl2chat.engine.replies.choosing import Chooser, known_to_device
 from exl2chat.engine.step_logits import StepLogits
 from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.errors import ChatError, UsageError

@@ -8,7 +8,7 @@ import numpy as np
 
 from exl2chat.engine.cache import PAGE, KVCache
 from exl2chat.engine.generators.dynamic import DynamicGenerator
-from exl2chat.engine.generators.jobs import Job, Streamed
+from exl2chat.engine.replies.jobs import Job, Streamed
 from exl2chat.engine.reply_benchmark import OneLetter
 from exl2chat.engine.transformer import Transformer
 from exl2chat.ops.kernel_benchmark import KernelRow

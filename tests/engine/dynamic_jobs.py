@@ -7,8 +7,8 @@ import numpy as np
 
 from exl2chat.engine.cache import PAGE
 from exl2chat.engine.generators.dynamic import DynamicGenerator
-from exl2chat.engine.generators.jobs import Final, Job, Result, Streamed
 from exl2chat.engine.generators.streaming import StreamingGenerator
+from exl2chat.engine.replies.jobs import Final, Job, Result, Streamed
 from exl2chat.engine.scheduler import Limits
 from exl2chat.engine.transformer import Transformer
 from exl2chat.settings import Sampling

@@ -9,7 +9,7 @@ import pytest
 
 from exl2chat.engine.generators.asynchronous import AsyncDynamicGenerator, Stream
 from exl2chat.engine.generators.dynamic import DynamicGenerator
-from exl2chat.engine.generators.jobs import Choice, Result, Streamed
+from exl2chat.engine.replies.jobs import Choice, Result, Streamed
 from exl2chat.errors import ContextError, UsageError
 from tests.engine.dynamic_jobs import SETTINGS, generator, job, prompt, reply, streamed
 

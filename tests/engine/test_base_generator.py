@@ -5,7 +5,7 @@ import pytest
 
 from exl2chat.engine.cache import PAGE
 from exl2chat.engine.generators.base import BaseGenerator
-from exl2chat.engine.generators.jobs import Choice, Job
+from exl2chat.engine.replies.jobs import Choice, Job
 from exl2chat.engine.stopping import StopConditions
 from exl2chat.errors import ContextError, UsageError
 from exl2chat.settings import Sampling

@@ -13,7 +13,7 @@ from exl2chat.engine.batch_drafting import Choosers, Rounds
 from exl2chat.engine.cache import PAGE
 from exl2chat.engine.compile_grammar import compile_regex
 from exl2chat.engine.generators.dynamic import DynamicGenerator
-from exl2chat.engine.generators.jobs import Choice, Job, Result, Streamed
+from exl2chat.engine.replies.jobs import Choice, Job, Result, Streamed
 from exl2chat.engine.scheduler import Limits, Row, StepPlan
 from exl2chat.engine.stopping import StopConditions
 from exl2chat.engine.token_table import TokenTable

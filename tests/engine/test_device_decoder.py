@@ -14,8 +14,8 @@ from exl2chat.engine.decoders import Decoder
 from exl2chat.engine.device_decoder import DEPTH, DeviceDecoder
 from exl2chat.engine.drafting import ModelDrafter
 from exl2chat.engine.embeddings import InputEmbeddings
-from exl2chat.engine.generators.choosing import ON_DEVICE, Chooser, known_to_device
 from exl2chat.engine.generators.streaming import Extras, StreamingGenerator, StreamResult
+from exl2chat.engine.replies.choosing import ON_DEVICE, Chooser, known_to_device
 from exl2chat.engine.sampler import Sampler
 from exl2chat.errors import ChatError
 from exl2chat.settings import Sampling

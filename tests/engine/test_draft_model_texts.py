@@ -11,7 +11,7 @@ from exl2chat.engine.batch_drafting import ModelDrafts
 from exl2chat.engine.compile_grammar import compile_regex
 from exl2chat.engine.device_draws import Drawing
 from exl2chat.engine.executor import Computed
-from exl2chat.engine.generators.jobs import Job
+from exl2chat.engine.replies.jobs import Job
 from exl2chat.engine.scheduler import Row, StepPlan
 from exl2chat.engine.token_table import TokenTable
 from exl2chat.settings import Sampling

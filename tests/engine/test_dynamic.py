@@ -7,8 +7,8 @@ import pytest
 
 from exl2chat.engine.cache import PAGE
 from exl2chat.engine.generators.dynamic import DynamicGenerator
-from exl2chat.engine.generators.jobs import Choice, Failed, Prefilled, Result, Started, Streamed
 from exl2chat.engine.generators.streaming import StreamingGenerator
+from exl2chat.engine.replies.jobs import Choice, Failed, Prefilled, Result, Started, Streamed
 from exl2chat.engine.scheduler import Limits
 from exl2chat.errors import UsageError
 from exl2chat.settings import Sampling

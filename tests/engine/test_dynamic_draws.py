@@ -10,7 +10,7 @@ import torch
 from exl2chat.engine.device_draws import Drawing
 from exl2chat.engine.executor import Computed
 from exl2chat.engine.generators.dynamic import DynamicGenerator
-from exl2chat.engine.generators.jobs import Failed, Job
+from exl2chat.engine.replies.jobs import Failed, Job
 from exl2chat.engine.sampler import Sampler
 from exl2chat.engine.scheduler import StepPlan
 from exl2chat.settings import Sampling

@@ -6,8 +6,8 @@ from typing import ParamSpec, TypeVar
 import pytest
 
 from exl2chat.engine.generators.dynamic import DynamicGenerator
-from exl2chat.engine.generators.jobs import Choice, Job, Result, Started, Streamed
 from exl2chat.engine.pages import PageCopy
+from exl2chat.engine.replies.jobs import Choice, Job, Result, Started, Streamed
 from tests.engine.dynamic_jobs import SETTINGS, drain, final, generator, job, prompt, reply, streamed
 
 NEW = 20

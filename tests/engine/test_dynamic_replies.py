@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from exl2chat.engine.compile_grammar import compile_regex
-from exl2chat.engine.generators.jobs import Choice, Job
-from exl2chat.engine.generators.language import Language
-from exl2chat.engine.generators.task import Task
+from exl2chat.engine.replies.jobs import Choice, Job
+from exl2chat.engine.replies.language import Language
+from exl2chat.engine.replies.task import Task
 from exl2chat.engine.stopping import StopConditions
 from exl2chat.engine.token_table import TokenTable
 from exl2chat.errors import ChatError, ContextError, UsageError

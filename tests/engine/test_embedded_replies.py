@@ -12,9 +12,9 @@ from exl2chat.engine.cache import PAGE
 from exl2chat.engine.embeddings import InputEmbeddings
 from exl2chat.engine.generators.base import BaseGenerator
 from exl2chat.engine.generators.dynamic import DynamicGenerator
-from exl2chat.engine.generators.jobs import Job
 from exl2chat.engine.generators.streaming import Extras, StreamingGenerator
 from exl2chat.engine.pages import PagedSequence
+from exl2chat.engine.replies.jobs import Job
 from exl2chat.engine.scheduler import Limits
 from exl2chat.engine.transformer import Transformer
 from exl2chat.errors import UsageError

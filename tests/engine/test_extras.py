@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from exl2chat.engine.compile_grammar import compile_json_schema, compile_regex
 from exl2chat.engine.constraints import AllOf
 from exl2chat.engine.filters import FilterConstraint
-from exl2chat.engine.generators.jobs import Choice
 from exl2chat.engine.generators.streaming import Extras
+from exl2chat.engine.replies.jobs import Choice
 from exl2chat.engine.sampler import Sampler
 from exl2chat.engine.token_table import TokenTable
 from exl2chat.errors import ChatError, UsageError

@@ -10,8 +10,8 @@ from exl2chat.engine import batch_drafting, decoders
 from exl2chat.engine.compile_grammar import compile_json_schema
 from exl2chat.engine.constraints import Constraint
 from exl2chat.engine.generators.dynamic import DynamicGenerator
-from exl2chat.engine.generators.jobs import Job, Streamed
 from exl2chat.engine.generators.streaming import Extras, StreamingGenerator
+from exl2chat.engine.replies.jobs import Job, Streamed
 from exl2chat.engine.scheduler import Limits
 from exl2chat.engine.stopping import StopConditions
 from exl2chat.engine.token_table import TokenTable

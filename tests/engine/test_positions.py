@@ -9,8 +9,8 @@ import torch
 
 from exl2chat.engine.cache import PAGE, KVCache
 from exl2chat.engine.generators.dynamic import DynamicGenerator
-from exl2chat.engine.generators.jobs import Job
 from exl2chat.engine.generators.streaming import StreamingGenerator
+from exl2chat.engine.replies.jobs import Job
 from exl2chat.engine.transformer import Transformer
 from tests.engine.dynamic_jobs import GREEDY, prompt
 from tests.engine.tiny_models import ByteTokenizer

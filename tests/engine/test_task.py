@@ -7,10 +7,10 @@ import pytest
 
 from exl2chat.engine.compile_grammar import compile_choice, compile_regex
 from exl2chat.engine.filters import FilterConstraint
-from exl2chat.engine.generators.choosing import guided
-from exl2chat.engine.generators.jobs import Choice, Job
-from exl2chat.engine.generators.language import Language
-from exl2chat.engine.generators.task import Advance, Task
+from exl2chat.engine.replies.choosing import guided
+from exl2chat.engine.replies.jobs import Choice, Job
+from exl2chat.engine.replies.language import Language
+from exl2chat.engine.replies.task import Advance, Task
 from exl2chat.engine.samplers.candidates import Candidates
 from exl2chat.engine.stopping import StopConditions
 from exl2chat.engine.token_table import TokenTable

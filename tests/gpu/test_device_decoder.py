@@ -9,10 +9,10 @@ import torch
 from exl2chat.engine import device_decoder
 from exl2chat.engine.drafting import ModelDrafter
 from exl2chat.engine.generators import choosing
-from exl2chat.engine.generators.choosing import Chooser
-from exl2chat.engine.generators.jobs import Job
-from exl2chat.engine.generators.language import Language
 from exl2chat.engine.generators.streaming import StreamingGenerator
+from exl2chat.engine.replies.choosing import Chooser
+from exl2chat.engine.replies.jobs import Job
+from exl2chat.engine.replies.language import Language
 from exl2chat.engine.transformer import Transformer
 from exl2chat.errors import ChatError
 from exl2chat.model.checkpoint import open_checkpoint

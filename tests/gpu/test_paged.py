@@ -14,9 +14,9 @@ from exl2chat.engine.cache import PAGE
 from exl2chat.engine.decoders import MOST_DRAFTS
 from exl2chat.engine.device_draws import Drawing
 from exl2chat.engine.executor import Executor
-from exl2chat.engine.generators.choosing import Chooser
 from exl2chat.engine.generators.dynamic import DynamicGenerator
-from exl2chat.engine.generators.jobs import Failed, Job, Streamed
+from exl2chat.engine.replies.choosing import Chooser
+from exl2chat.engine.replies.jobs import Failed, Job, Streamed
 from exl2chat.engine.scheduler import Limits, Row, StepPlan
 from exl2chat.engine.transformer import Transformer
 from exl2chat.model.checkpoint import open_checkpoint

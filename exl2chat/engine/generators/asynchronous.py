@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from threading import Thread
 
 from exl2chat.engine.generators.dynamic import DynamicGenerator
-from exl2chat.engine.generators.jobs import Failed, Job, Result, Streamed
+from exl2chat.engine.replies.jobs import Failed, Job, Result, Streamed
 from exl2chat.errors import UsageError
 
 Command = Callable[[], None]

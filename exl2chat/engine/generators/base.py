@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 
 from exl2chat.engine.cache import KVCache
 from exl2chat.engine.generators.dynamic import DynamicGenerator
-from exl2chat.engine.generators.jobs import EndReason, Failed, Job, Result, Streamed
 from exl2chat.engine.lora import Scaled
+from exl2chat.engine.replies.jobs import EndReason, Failed, Job, Result, Streamed
 from exl2chat.engine.transformer import Transformer
 from exl2chat.errors import ContextError, UsageError
 from exl2chat.model.tokenizer import Tokenizer

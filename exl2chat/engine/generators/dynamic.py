@@ -20,11 +20,11 @@ from exl2chat.engine.device_draws import Drawing
 from exl2chat.engine.drafting import Speculate, choose_drafts
 from exl2chat.engine.embeddings import InputEmbeddings, check_prompt
 from exl2chat.engine.executor import Executor
-from exl2chat.engine.generators.jobs import Failed, Final, Job, Prefilled, Result, Started, Streamed, Times
-from exl2chat.engine.generators.language import Language
-from exl2chat.engine.generators.task import Advance, End, Task
 from exl2chat.engine.lora import Scaled, cache_salt, with_adapters
 from exl2chat.engine.pages import PageTable
+from exl2chat.engine.replies.jobs import Failed, Final, Job, Prefilled, Result, Started, Streamed, Times
+from exl2chat.engine.replies.language import Language
+from exl2chat.engine.replies.task import Advance, End, Task
 from exl2chat.engine.scheduler import Limits, Scheduler, StepPlan
 from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.errors import ContextError, UsageError

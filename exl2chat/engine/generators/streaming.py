@@ -11,10 +11,10 @@ from exl2chat.engine.constraints import Constraint
 from exl2chat.engine.decoders import MOST_DRAFTS, Decoder
 from exl2chat.engine.drafting import Speculate, choose_drafter, common_prefix
 from exl2chat.engine.embeddings import InputEmbeddings, check_prompt
-from exl2chat.engine.generators.jobs import Choice, EndReason, Job, Token
-from exl2chat.engine.generators.language import Language
-from exl2chat.engine.generators.task import Advance, End, Task
 from exl2chat.engine.lora import Scaled, with_adapters
+from exl2chat.engine.replies.jobs import Choice, EndReason, Job, Token
+from exl2chat.engine.replies.language import Language
+from exl2chat.engine.replies.task import Advance, End, Task
 from exl2chat.engine.speculation import Speculated
 from exl2chat.engine.stopping import StopConditions, StopReason
 from exl2chat.engine.token_table import TokenTable

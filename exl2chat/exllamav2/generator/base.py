@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from exl2chat.engine.generators.base import BaseGenerator, Completion
-from exl2chat.engine.generators.jobs import Job
+from exl2chat.engine.replies.jobs import Job
 from exl2chat.engine.stopping import StopConditions
 from exl2chat.exllamav2.cache import ExLlamaV2Cache
 from exl2chat.exllamav2.embedding import Embeddings, encode_prompt, marks_of_prompts

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from exl2chat.engine.generators.dynamic import MANY, DynamicGenerator
-from exl2chat.engine.generators.jobs import Job
+from exl2chat.engine.replies.jobs import Job
 from exl2chat.engine.scheduler import Limits
 from exl2chat.engine.stopping import StopConditions
 from exl2chat.engine.transformer import prefill_chunk

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exl2chat.engine.generators.jobs import Choice
+from exl2chat.engine.replies.jobs import Choice
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from exl2chat.engine.constraints import Constraint
-from exl2chat.engine.generators.jobs import Choice
+from exl2chat.engine.replies.jobs import Choice
 from exl2chat.errors import UsageError
 from exl2chat.exllamav2.generator.filters import constraint_of
 from exl2chat.exllamav2.generator.hooks import engine_hook

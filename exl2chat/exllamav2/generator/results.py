@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from exl2chat.engine.cache import PAGE
-from exl2chat.engine.generators.jobs import Failed, Final, Prefilled, Result, Started, Streamed, Token
+from exl2chat.engine.replies.jobs import Failed, Final, Prefilled, Result, Started, Streamed, Token
 from exl2chat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 
 Record = dict[str, Any]

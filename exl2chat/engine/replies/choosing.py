@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from exl2chat.engine.generators.jobs import Choice, Job
-from exl2chat.engine.generators.language import Language
+from exl2chat.engine.replies.jobs import Choice, Job
+from exl2chat.engine.replies.language import Language
 from exl2chat.engine.sampler import Sampler, draw
 from exl2chat.errors import ChatError, UsageError
 from exl2chat.settings import Sampling

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from exl2chat.engine.generators.choosing import Chooser, log_softmax
-from exl2chat.engine.generators.jobs import Choice, EndReason, Job, Token
-from exl2chat.engine.generators.language import Language
+from exl2chat.engine.replies.choosing import Chooser, log_softmax
+from exl2chat.engine.replies.jobs import Choice, EndReason, Job, Token
+from exl2chat.engine.replies.language import Language
 from exl2chat.engine.stopping import Gate, Passed
 from exl2chat.errors import UsageError
 from exl2chat.model.detokenizer import Detokenizer

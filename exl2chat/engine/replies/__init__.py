@@ -1,0 +1,1 @@
+"""One reply: what is asked for, how its tokens are chosen, and how they become text."""
