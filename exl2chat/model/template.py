@@ -107,7 +107,7 @@ class ChatTemplate:
         try:
             text = self._sandbox.render(messages, variables)
         except Refusal as fault:
-            message = f"{self._sandbox.where}: the chat template refuses this conversation: {fault}"
+            message = f"{self._sandbox.where}: the chat template refuses this conversation: {fault!s:.300}"
             raise ModelError(message, "start with a user message and alternate") from None
         return _up_to(cut, text, self._sandbox.where) if cut else text
 
