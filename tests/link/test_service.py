@@ -168,7 +168,7 @@ def test_a_reply_uses_its_own_loras_each_read_once(tmp_path, monkeypatch):
     cached = [last(events, f"{number}{name}").stats.cached_tokens for number, name in enumerate(names)]
     assert [number for number, count in enumerate(cached) if count] == [4]
     assert (last(events, "broken").status, text_of(events, "after")) == (ModelError.status, replies[0])
-    assert "nowhere: is no folder" in last(events, "broken").message
+    assert "nowhere: No such file" in last(events, "broken").message
     assert read == [folder, broken]
 
 

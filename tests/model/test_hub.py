@@ -102,6 +102,11 @@ def test_a_path_to_nothing_is_said_to_be_one(reference: str, paths: Paths) -> No
         resolve(reference, paths, silent)
 
 
+def test_a_name_too_long_for_a_folder_is_said_to_be(paths: Paths) -> None:
+    with pytest.raises(ModelError, match="File name too long"):
+        resolve("a" * 300, paths, silent)
+
+
 def test_a_file_is_not_a_model(paths: Paths, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelError, match="is a file") as fault:
