@@ -75,6 +75,8 @@ def test_a_template_without_an_end_token_stops_at_its_next_heading(tmp_path: Pat
     found = template(source, tmp_path)
     assert found.stop_ids == frozenset()
     assert found.stop_strings == ("\n\n### user:",)
+    found = template("{% for m in messages %}{{ m.content }}{{ '-' * 1000000 }}{% endfor %}", tmp_path)
+    assert found.stop_strings == ("-" * 100,)
 
 
 def test_a_system_text_the_template_refuses_or_drops_goes_to_the_user(tmp_path: Path) -> None:
