@@ -14,6 +14,7 @@ from exl2chat.model import smollm2
 from exl2chat.model.bitrate import Bitrate, choose_branch, parse_bitrate
 from exl2chat.model.checkpoint import open_checkpoint
 from exl2chat.model.dequant import dequantize
+from exl2chat.model.folder import MAX_JSON
 from exl2chat.model.hub import local_models, resolve
 from exl2chat.model.hub_client import Hub, is_complete
 from exl2chat.paths import Paths
@@ -309,6 +310,9 @@ def test_local_models_are_the_complete_quantised_ones(client: Hub, paths: Paths)
     default = paths.models / smollm2.FOLDER
     default.mkdir(parents=True)
     assert local_models(paths, client)[0] == ("smollm2", default)
+    with (expected["org/plain"] / "config.json").open("a") as file:
+        file.write(" " * MAX_JSON)  # more than is ever read
+    assert "org/plain" not in dict(local_models(paths, client))
 
 
 @pytest.mark.parametrize(
