@@ -137,6 +137,12 @@ def open_tokenizer(folder: ModelFolder) -> Tokenizer:
     return Tokenizer(backend, tokens, {**backend.names(), **tokens.names})
 
 
+def token_texts(tokenizer: Tokenizer, size: int) -> list[bytes]:
+    """The bytes of each token below `size` inside a text; b"" for one that is not shown."""
+    pieces = map(tokenizer.piece, range(size))
+    return [piece.rest if piece else b"" for piece in pieces]
+
+
 def check_text(text: object) -> None:
     """UsageError for what is no text, or holds half of a surrogate pair, which no encoding has."""
     if not isinstance(text, str):
