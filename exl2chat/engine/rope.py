@@ -1,4 +1,4 @@
-"""RoPE: the table of rotations for a context. The formulas of every kind are stated at `exl2chat.model.config.Rope`.
+"""RoPE: the table of rotations for a context. The formulas of every kind are stated at `model.rope_config.Rope`.
 
 Sources: RoFormer (arXiv 2104.09864), YaRN (2309.00071), LongRoPE (2402.13753), and transformers' modeling_rope_utils.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from exl2chat.model.config import Rope
+from exl2chat.model.rope_config import Rope
 
 
 def make_table(rope: Rope, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,9 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from exl2chat.errors import ModelError
-from exl2chat.model.config import Rope, read_config
+from exl2chat.model.config import read_config
 from exl2chat.model.folder import open_folder
+from exl2chat.model.rope_config import Rope
 from tests.model.test_model_config import BASE, MIXED, arch
 
 LONG = {"short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
