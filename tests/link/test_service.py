@@ -120,6 +120,11 @@ def test_a_load_reports_its_stages_and_says_what_was_loaded(tmp_path):
     assert ready.seconds > 0
 
 
+def test_the_model_in_the_current_folder_is_called_after_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(MODEL)
+    assert serve(tmp_path, msgspec.structs.replace(LOAD, model="."))[-1].model.name == "llama-6.0bpw-exl2"
+
+
 def test_a_reply_streams_prefill_chunks_and_statistics(tmp_path):
     events = serve(tmp_path, LOAD, ask())
     finished = last(events)
