@@ -95,8 +95,7 @@ def _yarn(rope: Rope, _context: int) -> Tensor:
 
 
 def _longrope(rope: Rope, context: int) -> Tensor:
-    short, long = rope.factors or ((1.0,), (1.0,))
-    factors = long if context > rope.original_context else short
+    factors = rope.factors[context > rope.original_context]
     return _plain(rope.theta, rope.rotary_dim) / torch.tensor(factors, dtype=torch.float64)
 
 

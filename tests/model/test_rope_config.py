@@ -35,7 +35,6 @@ def frequencies(rope: Rope, length: int) -> tuple[np.ndarray, float]:
     if rope.kind == "yarn":
         return yarn(rope, plain)
     if rope.kind == "longrope":
-        assert rope.factors is not None
         scale = math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_context)) if rope.factor > 1 else 1.0
         return plain / rope.factors[length > rope.original_context], rope.attention_factor or scale
     return plain, 1.0
