@@ -23,10 +23,11 @@ _SHARD = re.compile(r"(.*)-\d+-of-(\d+)\.safetensors")
 
 
 def _library() -> ModuleType:
-    """huggingface_hub, imported when first needed, its telemetry off."""
+    """huggingface_hub, imported when first needed: without telemetry, and without warnings, which servers write."""
     complete_environment({"HF_HUB_DISABLE_TELEMETRY": "1"})
     import huggingface_hub
 
+    huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     return huggingface_hub
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -287,6 +288,15 @@ def test_no_network_is_one_clear_line(paths: Paths, tmp_path: Path) -> None:
             resolve(reference, paths, silent, nobody)
     with pytest.raises(ModelError, match="cannot be reached"):
         nobody.probe("org/plain")
+
+
+def test_what_a_server_says_is_not_printed(
+    client: Hub, server: FakeHub, paths: Paths, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [caplog.handler])
+    monkeypatch.setattr(server, "warning", "clipboard; \x1b]52;c;aGk=\x07")
+    resolve("org/plain", paths, silent, client)
+    assert caplog.text == ""
 
 
 def test_a_full_disk_is_one_clear_line(client: Hub, paths: Paths) -> None:
