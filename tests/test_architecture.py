@@ -55,8 +55,7 @@ CONFINED = {
     "huggingface_hub": ("model",),
 }
 
-# huggingface_hub takes its settings from the environment alone, at its import.
-READ_ENVIRONMENT = ("settings", "paths", "model.hub_client")
+READ_ENVIRONMENT = ("settings", "paths")
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 

@@ -120,6 +120,11 @@ def test_a_load_reports_its_stages_and_says_what_was_loaded(tmp_path):
     assert ready.seconds > 0
 
 
+def test_the_model_in_the_current_folder_is_called_after_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(MODEL)
+    assert serve(tmp_path, msgspec.structs.replace(LOAD, model="."))[-1].model.name == "llama-6.0bpw-exl2"
+
+
 def test_a_reply_streams_prefill_chunks_and_statistics(tmp_path):
     events = serve(tmp_path, LOAD, ask())
     finished = last(events)
@@ -168,7 +173,7 @@ def test_a_reply_uses_its_own_loras_each_read_once(tmp_path, monkeypatch):
     cached = [last(events, f"{number}{name}").stats.cached_tokens for number, name in enumerate(names)]
     assert [number for number, count in enumerate(cached) if count] == [4]
     assert (last(events, "broken").status, text_of(events, "after")) == (ModelError.status, replies[0])
-    assert "nowhere: is no folder" in last(events, "broken").message
+    assert "nowhere: No such file" in last(events, "broken").message
     assert read == [folder, broken]
 
 
