@@ -296,6 +296,8 @@ class DynamicGenerator:
         try:
             for number in range(1 + len(turn.drafts)):
                 token = checked(turn.drew) if turn.logits is None else chooser.draw(turn.logits[:, number])
+                if turn.serial not in self._jobs:  # its own hook cancelled it
+                    break
                 advance = job.task.push(token)
                 right = number < len(turn.drafts) and token == turn.drafts[number]
                 turn.accepted += right
@@ -306,7 +308,8 @@ class DynamicGenerator:
                     break
         except Exception as error:  # of a filter or a hook, too
             turn.over = True
-            self._pending.append(Failed(turn.serial, error, job.task.text))
+            if turn.serial in self._jobs:
+                self._pending.append(Failed(turn.serial, error, job.task.text))
 
     def _commit(self, plan: StepPlan, turns: Sequence[_Turn]) -> None:
         """Tell the scheduler what each reply has more, or less, than before the step."""
@@ -318,7 +321,7 @@ class DynamicGenerator:
             if turn.over or turn.serial in full:
                 self._jobs.pop(turn.serial, None)
                 self._scheduler.end(turn.serial)
-            elif (rewound := turn.length - len(turn.job.task.chooser.tokens)) > 0:
+            elif (rewound := turn.length - len(turn.job.task.chooser.tokens)) > 0 and turn.serial in self._jobs:
                 self._scheduler.rewind(turn.serial, rewound)
 
     def _embedded(self, plan: StepPlan) -> tuple[InputEmbeddings, ...]:
