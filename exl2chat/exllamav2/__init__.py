@@ -13,6 +13,7 @@ from exl2chat.exllamav2.cache import (
     ExLlamaV2Cache_Q4,
     ExLlamaV2Cache_Q6,
     ExLlamaV2Cache_Q8,
+    ExLlamaV2CacheBase,
 )
 from exl2chat.exllamav2.config import ExLlamaV2Config
 from exl2chat.exllamav2.install import install
@@ -24,6 +25,7 @@ from exl2chat.exllamav2.util import Timer
 __all__ = [
     "ExLlamaV2",
     "ExLlamaV2Cache",
+    "ExLlamaV2CacheBase",
     "ExLlamaV2Cache_8bit",
     "ExLlamaV2Cache_Q4",
     "ExLlamaV2Cache_Q6",

@@ -79,6 +79,9 @@ class ExLlamaV2Cache:
         return [self.kv.nbytes]
 
 
+ExLlamaV2CacheBase = ExLlamaV2Cache  # what scripts call any of them
+
+
 class ExLlamaV2Cache_Q8(ExLlamaV2Cache):
     """Keys and values in 8 bits."""
 

@@ -177,8 +177,10 @@ def test_a_stop_token_ends_the_stream(generator: ExLlamaV2StreamingGenerator) ->
     assert result["chunk_token_ids"].shape == (1, 0)
 
 
-def test_a_generator_that_was_not_begun_has_an_empty_sequence(generator: ExLlamaV2StreamingGenerator) -> None:
-    assert (generator.sequence_ids.shape, generator.sequence_ids.dtype) == ((1, 0), torch.int64)
+def test_a_generator_that_was_not_begun_has_no_sequence(generator: ExLlamaV2StreamingGenerator) -> None:
+    assert generator.sequence_ids is None
+    generator.begin_stream(IDS, Settings.greedy())
+    assert torch.equal(generator.sequence_ids, IDS)
 
 
 def test_an_unknown_stop_token_is_a_value_error(

@@ -35,7 +35,7 @@ async def test_jobs_are_read_side_by_side(generator):
     done = await asyncio.gather(*map(read, jobs))
     for n, (job, results) in enumerate(zip(jobs, done, strict=True)):
         assert "".join(result.get("text", "") for result in results) == streamed(generator.generator, PROMPTS[n], 10)
-        assert all((r["job"], r["serial"], r["identifier"]) == (job, job.serial_number, n) for r in results)
+        assert all((r["job"], r["serial"], r["identifier"]) == (job.job, job.serial_number, n) for r in results)
         assert [results[0]["stage"], results[1]["stage"]] == ["started", "prefill"]
         assert [r["eos"] for r in results][-2:] == [False, True]
 

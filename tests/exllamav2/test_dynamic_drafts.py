@@ -37,6 +37,14 @@ def test_texts_are_those_without_drafts(
     assert sum(last.get("rejected_draft_tokens", 0) for last in drafted) > 0
 
 
+@pytest.mark.parametrize("drafts", ["draft_model", "use_ngram_draft"])
+def test_nothing_is_drafted_with_a_count_of_none(model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer, drafts: str) -> None:
+    given = {"draft_model": model, "draft_cache": ExLlamaV2Cache(model, max_seq_len=512), "use_ngram_draft": True}
+    texts, last = results(model, tokenizer, num_draft_tokens=0, **{drafts: given[drafts]})
+    assert texts == results(model, tokenizer)[0]
+    assert not any("accepted_draft_tokens" in each for each in last)
+
+
 def test_one_kind_of_drafts_at_a_time(model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer) -> None:
     with pytest.raises(UsageError, match="exclude each other"):
         results(model, tokenizer, draft_model=model, use_ngram_draft=True)

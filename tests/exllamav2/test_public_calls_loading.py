@@ -16,6 +16,7 @@ from exl2chat.exllamav2 import (
     ExLlamaV2Cache_Q6,
     ExLlamaV2Cache_Q8,
     ExLlamaV2Cache_TP,
+    ExLlamaV2CacheBase,
     ExLlamaV2Config,
     ExLlamaV2Tokenizer,
     ExLlamaV2VisionTower,
@@ -125,7 +126,9 @@ def test_a_folder_that_is_not_there_ends_the_script(tmp_path: Path) -> None:
 
 
 def test_fewer_bits_take_less_memory(model: ExLlamaV2) -> None:
-    sizes = [kind(model, max_seq_len=512).footprint()[0] for kind in (*QUANTISED, ExLlamaV2Cache)]
+    caches: list[ExLlamaV2CacheBase] = [kind(model, max_seq_len=512) for kind in (*QUANTISED, ExLlamaV2Cache)]
+    assert all(isinstance(cache, ExLlamaV2CacheBase) for cache in caches)
+    sizes = [cache.footprint()[0] for cache in caches]
     assert sizes == sorted(set(sizes))
     assert ExLlamaV2Cache_8bit(model, max_seq_len=512).footprint() == [sizes[2]]
 

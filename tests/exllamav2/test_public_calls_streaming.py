@@ -166,6 +166,12 @@ def test_a_draft_model_needs_no_cache_of_the_script(make: Make, model: ExLlamaV2
     assert generator.get_sd_stats()[4] > 0
 
 
+def test_a_draft_model_is_not_asked_for_no_drafts(make: Make, model: ExLlamaV2) -> None:
+    generator = make(draft_model=model, num_speculative_tokens=0)
+    assert reply(generator, count=30) == reply(make(), count=30)
+    assert generator.get_sd_stats()[3:] == (0, 0)
+
+
 def test_a_prompt_that_is_refused_counts_nothing(make: Make, model: ExLlamaV2) -> None:
     generator = make(64, draft_model=model)
     reply(generator, count=20)

@@ -67,6 +67,24 @@ def test_probabilities_top_tokens_and_logits_have_the_shapes_and_values_of_the_r
         )
 
 
+def test_the_older_form_tells_what_was_asked_for(generator: ExLlamaV2StreamingGenerator) -> None:
+    asked = {"return_probabilities": True, "return_logits": True}
+    (expected,) = stream(generator, count=1, **asked)
+    stream(generator, count=0, **asked)
+    chunk, eos, tokens, probs, logits = generator.stream()
+    assert (chunk, eos, tokens.tolist()) == (expected["chunk"], False, expected["chunk_token_ids"].tolist())
+    assert torch.equal(probs, expected["probs"])
+    assert torch.equal(logits, expected["logits"][0])
+
+
+def test_it_completes_prompts_as_the_base_generator_and_goes_on(generator: ExLlamaV2StreamingGenerator) -> None:
+    expected = text(stream(generator))
+    options: dict[str, Any] = {"stop_token": None, "completion_only": True}
+    assert generator.generate_simple(PROMPT, Settings.greedy(), 12, **options) == expected
+    assert len(generator.generate_simple([PROMPT, "So it is"], Settings.greedy(), 3, **options)) == 2
+    assert text(stream(generator)) == expected
+
+
 def test_filters_shape_the_reply_and_end_it(
     generator: ExLlamaV2StreamingGenerator, tokenizer: ExLlamaV2Tokenizer
 ) -> None:

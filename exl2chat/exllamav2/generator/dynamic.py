@@ -116,7 +116,7 @@ class ExLlamaV2DynamicGenerator:
     ) -> None:
         """max_batch_size sequences run at a time (None: config.max_input_len // max_q_size), none longer than
         max_seq_len (None: the cache); max_chunk_size tokens of prompts are read in a step. Up to num_draft_tokens are
-        drafted at a time, by draft_model over draft_cache (None: one as long as the cache) or by n-grams.
+        drafted at a time, none with 0, by draft_model over draft_cache (None: one as long as the cache) or by n-grams.
 
         max_ngram, threads, paged and filter_background_eval change no result here: pages work on every device, and
         sampling is done in one thread.
@@ -124,6 +124,8 @@ class ExLlamaV2DynamicGenerator:
         refuse_set("ExLlamaV2DynamicGenerator", **kwargs)
         if draft_model and use_ngram_draft:
             raise UsageError("a draft model and use_ngram_draft exclude each other", "leave one of them out")
+        if not num_draft_tokens:
+            draft_model, draft_cache, use_ngram_draft = None, None, False
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self.max_seq_len = max_seq_len or cache.max_seq_len
         batch = max_batch_size or max(1, model.config.max_input_len // max_q_size)

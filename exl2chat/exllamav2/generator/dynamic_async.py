@@ -28,7 +28,8 @@ class ExLlamaV2DynamicGeneratorAsync:
 
 
 class ExLlamaV2DynamicJobAsync:
-    """Takes a generator and what `ExLlamaV2DynamicJob` takes; `async for result in job` gives its dictionaries.
+    """Takes a generator and what `ExLlamaV2DynamicJob` takes; `async for result in job` gives its dictionaries,
+    whose `job` is the `ExLlamaV2DynamicJob` within.
 
     It is enqueued at once. What is wrong with it, and an error of the model, is raised where results are awaited; so is
     an error of this job alone, while others go on.
@@ -56,7 +57,7 @@ class ExLlamaV2DynamicJobAsync:
         return self
 
     async def __anext__(self) -> Record:
-        return record_of(await anext(self._stream), self, self._tokenizer)
+        return record_of(await anext(self._stream), self.job, self._tokenizer)
 
     async def cancel(self) -> None:
         """End the job; `async for` ends at once, wherever it waits."""

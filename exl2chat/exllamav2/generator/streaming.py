@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exl2chat.engine.decoders import MOST_DRAFTS
 from exl2chat.engine.drafting import Speculate
 from exl2chat.engine.generators.streaming import Extras, StreamingGenerator, StreamResult
 from exl2chat.engine.stopping import StopConditions
 from exl2chat.errors import ContextError, UsageError
 from exl2chat.exllamav2.cache import ExLlamaV2Cache
 from exl2chat.exllamav2.embedding import Embeddings, spliced
+from exl2chat.exllamav2.generator.base import ExLlamaV2BaseGenerator
 from exl2chat.exllamav2.generator.filters import ExLlamaV2Filter, constraint_of
 from exl2chat.exllamav2.generator.job_stream import JobStream
 from exl2chat.exllamav2.generator.requests import attended, engine_settings, is_set, row_of, unpadded
@@ -31,7 +33,9 @@ class ExLlamaV2StreamingGenerator:
     """Seeds come from Python's `random`, as in the reference: `random.seed(n)` makes replies repeat."""
 
     abort_event: Event | None = None
-    speculative_ngram_min, speculative_ngram_max, speculative_ngram_max_inf = 1, 5, 3  # changing them changes nothing
+    # Changing these changes nothing: lengths of drafts adapt to what they bring.
+    speculative_ngram_min, speculative_ngram_max, speculative_ngram_max_inf, speculative_ngram_threshold = 1, 5, 3, 1
+    speculative_prob_threshold = 0.25
 
     def __init__(
         self,
@@ -42,9 +46,11 @@ class ExLlamaV2StreamingGenerator:
         draft_cache: ExLlamaV2Cache | None = None,
         num_speculative_tokens: int = 5,
     ) -> None:
-        """Stops at the EOS ids of config and tokenizer. num_speculative_tokens matters only with drafts."""
+        """Stops at the EOS ids of config and tokenizer. num_speculative_tokens matters only with a draft
+        model, of which nothing is asked with 0."""
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
-        self._drafts = draft_model, draft_cache, num_speculative_tokens
+        self.draft_model, self.draft_cache = draft_model, draft_cache
+        self.num_speculative_tokens = num_speculative_tokens
         self._ngram, self._known = False, tuple[int, ...]()
         self._extras = Extras()
         self._earlier = self._reply = (0, 0, 0)  # tokens, drafts and accepted drafts: before this reply, and of it
@@ -54,17 +60,18 @@ class ExLlamaV2StreamingGenerator:
 
     def _make(self) -> StreamingGenerator:
         """Our generator, which drafts as is set."""
-        draft, cache, count = self._drafts
+        count, cache = self.num_speculative_tokens, self.draft_cache
+        draft = self.draft_model if count else None
         speculate: Speculate = "ngram" if self._ngram else "draft" if draft else "off"
         return StreamingGenerator(
             self.model.transformer, self.cache.kv, self.tokenizer.native, draft.transformer if draft else None,
-            cache.kv if cache else None, count, speculate, self._known,
+            cache.kv if draft and cache else None, count or MOST_DRAFTS, speculate, self._known,
         )  # fmt: skip
 
     @property
-    def sequence_ids(self) -> Tensor:
-        """Prompt and reply so far, int64 [1, n]."""
-        return torch.tensor([self._stream.tokens], dtype=torch.int64)
+    def sequence_ids(self) -> Tensor | None:
+        """Prompt and reply so far, int64 [1, n]; None before the first."""
+        return torch.tensor([self._stream.tokens], dtype=torch.int64) if self._stream.tokens else None
 
     @property
     def speculative_ngram(self) -> bool:
@@ -270,7 +277,18 @@ class ExLlamaV2StreamingGenerator:
             answer["logits"] = torch.stack(rows)[None] if rows else torch.empty(1, 0, size)
         return answer
 
-    def stream(self, **kwargs: Any) -> tuple[str, bool, Tensor]:
-        """`stream_ex` as a tuple (chunk, eos, chunk_token_ids)."""
+    def stream(self, **kwargs: Any) -> tuple[Any, ...]:
+        """`stream_ex` as a tuple (chunk, eos, chunk_token_ids), then, as far as they were asked for, probs [1, n] and
+        logits [n, V]."""
         result = self.stream_ex(**kwargs)
-        return result["chunk"], result["eos"], result["chunk_token_ids"]
+        probs = (result["probs"],) if "probs" in result else ()
+        logits = (result["logits"][0],) if "logits" in result else ()
+        return result["chunk"], result["eos"], result["chunk_token_ids"], *probs, *logits
+
+    def generate_simple(self, *args: Any, **kwargs: Any) -> str | list[str]:
+        """What `ExLlamaV2BaseGenerator` over the same cache does with this call."""
+        return self._base.generate_simple(*args, **kwargs)
+
+    @cached_property
+    def _base(self) -> ExLlamaV2BaseGenerator:
+        return ExLlamaV2BaseGenerator(self.model, self.cache, self.tokenizer)
