@@ -43,6 +43,7 @@ def test_the_last_token_of_a_prompt_is_healed(
     base: ExLlamaV2BaseGenerator, model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer
 ) -> None:
     ids = tokenizer.encode(PROMPT)
+    assert isinstance(ids, torch.Tensor)
     stream = ExLlamaV2StreamingGenerator(model, ExLlamaV2Cache(model, max_seq_len=256), tokenizer)
     stream.begin_stream_ex(ids, GREEDY, token_healing=True)
     said = "".join(stream.stream_ex()["chunk"] for _ in range(8))
