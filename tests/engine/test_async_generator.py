@@ -158,7 +158,18 @@ async def test_the_error_of_one_job_is_raised_there_alone(subject: AsyncDynamicG
     with pytest.raises(ValueError):
         await results_of(wrong)
     assert reply(await results_of(right), 1) == streamed(prompt(9), 5)
-    assert await results_of(wrong) == []
+
+
+async def test_the_error_of_a_job_reaches_everybody_who_waits_for_it(subject: AsyncDynamicGenerator) -> None:
+    def refuse(choice: Choice) -> None:
+        raise ValueError(choice.token)
+
+    stream = subject.enqueue(lambda: job(prompt(9), 5, hooks=(refuse,)))
+    errors = await asyncio.gather(*(results_of(stream) for _ in range(3)), return_exceptions=True)
+    assert [type(error) for error in errors] == [ValueError] * 3
+    with pytest.raises(ValueError):
+        await results_of(stream)
+    await stream.cancel()
 
 
 async def test_closing_ends_every_job_and_the_thread(engine: DynamicGenerator) -> None:

@@ -30,11 +30,9 @@ class Stream:
 
     async def __anext__(self) -> Result:
         result = await self._results.get()
-        if result is None:
-            self._results.put_nowait(None)  # for whoever else waits, and for the next call
-            raise StopAsyncIteration
-        if isinstance(result, BaseException):
-            raise result
+        if result is None or isinstance(result, BaseException):
+            self._results.put_nowait(result)  # for whoever else waits, and for the next call
+            raise StopAsyncIteration if result is None else result
         return result
 
     async def cancel(self) -> None:
@@ -46,10 +44,10 @@ class Stream:
         await self._generator.forget(self)
 
     def put(self, result: Result | BaseException | None) -> None:
-        """A result, an error or the end. In the thread of the event loop; nothing follows the end."""
+        """A result, or an error or None for the end. In the thread of the event loop; nothing follows the end."""
         if self.ended:
             return
-        self.ended = result is None
+        self.ended = result is None or isinstance(result, BaseException)
         self._results.put_nowait(result)
 
     def deliver(self, *results: Result | BaseException | None) -> None:
@@ -109,7 +107,7 @@ class AsyncDynamicGenerator:
         try:
             stream.serial = self._generator.enqueue(stream.make())
         except Exception as error:
-            stream.deliver(error, None)
+            stream.deliver(error)
         else:
             self._streams[stream.serial] = stream
 
@@ -140,7 +138,7 @@ class AsyncDynamicGenerator:
         except BaseException as error:
             self._generator.clear()
             for stream in self._streams.values():
-                stream.deliver(error, None)
+                stream.deliver(error)
             self._streams.clear()
             return
         for result in results:
@@ -149,7 +147,7 @@ class AsyncDynamicGenerator:
     def _hand_over(self, result: Result) -> None:
         stream = self._streams[result.serial]
         if isinstance(result, Failed):
-            stream.deliver(result.error, None)
+            stream.deliver(result.error)
             del self._streams[result.serial]
         elif isinstance(result, Streamed) and result.final is not None:
             stream.deliver(result, None)

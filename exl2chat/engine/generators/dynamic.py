@@ -202,15 +202,17 @@ class DynamicGenerator:
         """One step: part of the prompts, and a token of every reply that is being written.
 
         After an error or an interrupt, whatever it was, the same jobs go on with the next call, which brings the
-        results that this one had, too. After one of the model what was in the cache is read again.
+        results that this one had, too. After one of the model what was in the cache is read again, as it is after
+        another generator's use: then this takes as many steps as it takes to write on, or two in turns never would.
         """
-        self._claim()
-        if self._jobs:
-            self._step()
+        lost = self._claim()
+        while self._jobs and not self._step() and lost:
+            pass
         results, self._pending = self._pending, []
         return results
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """Whether replies were written, and not prompts alone read."""
         try:
             self._defragment()
             plan = self._scheduler.plan()
@@ -228,6 +230,7 @@ class DynamicGenerator:
             self._tell_progress(plan)
         if self._rounds is not None:
             self._rounds.end(plan, [len(turn.drafts) for turn in turns], [turn.accepted for turn in turns])
+        return bool(turns)
 
     def _compute(self, plan: StepPlan) -> list[_Turn]:
         """Carry out a step, with drafts behind the last tokens; what it computed for each job."""
@@ -267,12 +270,15 @@ class DynamicGenerator:
         if self._draft_model is not None:
             self._draft_model.copy(copies)
 
-    def _claim(self) -> None:
-        """Whoever used a cache since the last step has overwritten its pages."""
+    def _claim(self) -> bool:
+        """Whoever used a cache since the last step has overwritten its pages. Whether running jobs lost some."""
         kept = [cache.claim(self) and cache.length == 0 for cache in self._caches]
-        if not all(kept):
-            self._scheduler.reset()
-            self._empty()
+        if all(kept):
+            return False
+        lost = bool(self._scheduler.running)
+        self._scheduler.reset()
+        self._empty()
+        return lost
 
     def _empty(self) -> None:
         for cache in self._caches:
@@ -296,6 +302,8 @@ class DynamicGenerator:
         try:
             for number in range(1 + len(turn.drafts)):
                 token = checked(turn.drew) if turn.logits is None else chooser.draw(turn.logits[:, number])
+                if turn.serial not in self._jobs:  # its own hook cancelled it
+                    break
                 advance = job.task.push(token)
                 right = number < len(turn.drafts) and token == turn.drafts[number]
                 turn.accepted += right
@@ -306,7 +314,8 @@ class DynamicGenerator:
                     break
         except Exception as error:  # of a filter or a hook, too
             turn.over = True
-            self._pending.append(Failed(turn.serial, error, job.task.text))
+            if turn.serial in self._jobs:
+                self._pending.append(Failed(turn.serial, error, job.task.text))
 
     def _commit(self, plan: StepPlan, turns: Sequence[_Turn]) -> None:
         """Tell the scheduler what each reply has more, or less, than before the step."""
@@ -318,7 +327,7 @@ class DynamicGenerator:
             if turn.over or turn.serial in full:
                 self._jobs.pop(turn.serial, None)
                 self._scheduler.end(turn.serial)
-            elif (rewound := turn.length - len(turn.job.task.chooser.tokens)) > 0:
+            elif (rewound := turn.length - len(turn.job.task.chooser.tokens)) > 0 and turn.serial in self._jobs:
                 self._scheduler.rewind(turn.serial, rewound)
 
     def _embedded(self, plan: StepPlan) -> tuple[InputEmbeddings, ...]:

@@ -126,6 +126,8 @@ class StreamingGenerator:
         self._model, self._cache, self._tokenizer = model, cache, tokenizer
         if num_speculative_tokens < 1:
             raise UsageError(f"num_speculative_tokens is {num_speculative_tokens}", "it is at least 1")
+        if model.device.type == "cuda":  # where more would be rounded in another way
+            num_speculative_tokens = min(num_speculative_tokens, MOST_DRAFTS)
         self._language = Language(tokenizer, model.config.vocab_size)
         self._size = self._language.size
         if draft_model is not None and draft_cache is None:

@@ -16,7 +16,14 @@ from exl2chat.engine.transformer import prefill_chunk
 from exl2chat.errors import ContextError, UsageError
 from exl2chat.exllamav2.cache import ExLlamaV2Cache
 from exl2chat.exllamav2.embedding import ExLlamaV2MMEmbedding, encode_prompt, marks_of
-from exl2chat.exllamav2.generator.requests import check_prompts, engine_constraint, engine_settings, is_set, row_of
+from exl2chat.exllamav2.generator.requests import (
+    check_draft,
+    check_prompts,
+    engine_constraint,
+    engine_settings,
+    is_set,
+    row_of,
+)
 from exl2chat.exllamav2.generator.results import Record, record_of
 from exl2chat.exllamav2.generator.sampler import ExLlamaV2Sampler
 from exl2chat.exllamav2.lora import Loras, scaled_loras
@@ -126,6 +133,7 @@ class ExLlamaV2DynamicGenerator:
             raise UsageError("a draft model and use_ngram_draft exclude each other", "leave one of them out")
         if not num_draft_tokens:
             draft_model, draft_cache, use_ngram_draft = None, None, False
+        check_draft(draft_model, tokenizer)
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self.max_seq_len = max_seq_len or cache.max_seq_len
         batch = max_batch_size or max(1, model.config.max_input_len // max_q_size)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -10,13 +11,17 @@ import torch
 from torch import Tensor
 
 from exl2chat.engine.constraints import Constraint
+from exl2chat.engine.drafting import check_draft_tokenizer
 from exl2chat.engine.replies.jobs import Choice
 from exl2chat.errors import UsageError
 from exl2chat.exllamav2.generator.filters import constraint_of
 from exl2chat.exllamav2.generator.hooks import engine_hook
 from exl2chat.exllamav2.generator.sampler import ExLlamaV2Sampler
+from exl2chat.exllamav2.model import ExLlamaV2
 from exl2chat.exllamav2.tokenizer import MASKED, ExLlamaV2Tokenizer
 from exl2chat.exllamav2.unsupported import unsupported
+from exl2chat.model.folder import open_folder
+from exl2chat.model.tokenizer import open_tokenizer
 from exl2chat.settings import Sampling
 
 Hooks = tuple[Callable[[Choice], None], ...]
@@ -85,6 +90,13 @@ def unpadded(input_ids: Tensor, input_mask: Tensor | None, offsets: Tensor | Non
             raise unsupported("an input_mask with gaps, with cfg_scale,")
         prompts.append(row_of(prompt))
     return tuple(prompts)
+
+
+def check_draft(draft_model: ExLlamaV2 | None, tokenizer: ExLlamaV2Tokenizer) -> None:
+    """UsageError where a token is another one to the draft model, by the tokenizer in its folder."""
+    if draft_model is not None:
+        folder = open_folder(Path(draft_model.config.model_dir or ""))
+        check_draft_tokenizer(open_tokenizer(folder), tokenizer.native, folder.path.name)
 
 
 def is_set(event: Event | None) -> Callable[[], bool]:

@@ -18,7 +18,7 @@ from exl2chat.exllamav2.embedding import Embeddings, spliced
 from exl2chat.exllamav2.generator.base import ExLlamaV2BaseGenerator
 from exl2chat.exllamav2.generator.filters import ExLlamaV2Filter, constraint_of
 from exl2chat.exllamav2.generator.job_stream import JobStream
-from exl2chat.exllamav2.generator.requests import attended, engine_settings, is_set, row_of, unpadded
+from exl2chat.exllamav2.generator.requests import attended, check_draft, engine_settings, is_set, row_of, unpadded
 from exl2chat.exllamav2.generator.sampler import ExLlamaV2Sampler
 from exl2chat.exllamav2.lora import Loras, scaled_loras
 from exl2chat.exllamav2.model import ExLlamaV2
@@ -47,7 +47,8 @@ class ExLlamaV2StreamingGenerator:
         num_speculative_tokens: int = 5,
     ) -> None:
         """Stops at the EOS ids of config and tokenizer. num_speculative_tokens matters only with a draft
-        model, of which nothing is asked with 0."""
+        model, of which nothing is asked with 0. UsageError where that has other tokens."""
+        check_draft(draft_model, tokenizer)
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self.draft_model, self.draft_cache = draft_model, draft_cache
         self.num_speculative_tokens = num_speculative_tokens

@@ -1,0 +1,44 @@
+"""The pages of a draft model, which go by the same numbers as those of its model."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from exl2chat.engine import batch_drafting
+from exl2chat.engine.cache import PAGE
+from exl2chat.engine.generators.dynamic import DynamicGenerator
+from exl2chat.engine.pages import PageCopy
+from tests.engine.dynamic_jobs import LIMITS, drain, final, job, prompt, reply, streamed
+from tests.engine.speculative import Always
+from tests.engine.tiny_models import ByteTokenizer, byte_model
+
+
+def test_pages_that_are_put_in_order_are_in_the_draft_model_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its guesses would come from other texts."""
+    monkeypatch.setattr(batch_drafting, "Pace", Always)
+    model = byte_model()
+    subject = DynamicGenerator(
+        model, model.new_cache(16 * PAGE), ByteTokenizer(), replace(LIMITS, drafts=4), draft_model=model  # type: ignore[arg-type]
+    )  # fmt: skip
+    moved: list[PageCopy] = []
+    copy = subject._executor.copy
+
+    def copying(copies: Sequence[PageCopy]) -> None:
+        moved.extend(copies)
+        copy(copies)
+
+    starts = [prompt(240, n) for n in range(3)]
+    for start in starts:  # they grow into pages that do not follow their first ones
+        subject.enqueue(job(start, 300))
+    results = drain(subject)
+    monkeypatch.setattr(subject._executor, "copy", copying)
+    longer = [(*start, *reply(results, n)) for n, start in enumerate(starts)]
+    serials = [subject.enqueue(job(ids, 40)) for ids in longer]
+    results = drain(subject)
+    assert moved
+    for serial, ids in zip(serials, longer, strict=True):
+        assert reply(results, serial) == streamed(ids, 40)
+        end = final(results, serial)
+        assert end.cached_tokens >= 2 * PAGE
+        assert end.accepted > 0.8 * end.drafted > 20
