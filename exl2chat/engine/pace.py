@@ -14,7 +14,8 @@ class Pace:
     where p is how often a draft is right if those before it were.
 
     Costs are measured, a length at a time: a number that was never tried is taken to cost in proportion to a smaller
-    one, and is at most twice the largest tried. Times decide how much is drafted and never which token is drawn.
+    one, and is at most twice the largest tried. The first time of a number does not count: it may be that of a wait for
+    memory, for kernels or for a recording. Times decide how much is drafted and never which token is drawn.
     """
 
     def __init__(self, most: int) -> None:
@@ -23,30 +24,29 @@ class Pace:
         self._right, self._wrong = 2.0, 1.0
         self._costs: dict[int, float] = {}
         self._since_draft = self._since_step = self._last = 0
-        self._warm = False
+        self._warm: set[int] = set()  # lengths that were tried
+        self._best = self._fastest()
         self.step: float | None = None  # seconds of a step without drafts
 
     def length(self) -> int:
         """How many tokens to draft now; 0: none."""
         if self.step is None or self._since_step >= REFRESH:
             return 0
-        tried = max(self._costs, default=0)
-        lengths = range(min(self._most, max(1, 2 * tried)) + 1)
-        best = max(lengths, key=self._speed)
-        return best or int(self._since_draft >= PROBE)
+        return self._best or int(self._since_draft >= PROBE)
 
     def stepped(self, seconds: float) -> None:
         """A step without drafts took so long."""
         if self._since_step >= REFRESH:
             self._costs.pop(min((n for n in self._costs if n > self._last), default=0), None)
+            self._best = self._fastest()
         self._since_draft += 1
         self._since_step = 0
-        if not self._warm:  # the first one of a model may wait for memory and for kernels
-            self._warm = True
+        if 0 not in self._warm:
+            self._warm.add(0)
         elif self.step is None:
             self.step = seconds
-        else:
-            self.step += WEIGHT * (seconds - self.step)
+        else:  # less, if whoever reads the reply made a pause
+            self.step += WEIGHT * (min(seconds, 2 * self.step) - self.step)
 
     def drafted(self, count: int, accepted: Sequence[int], seconds: float) -> None:
         """A round took so long with drafting. Of up to `count` drafts, at least 1, so many were right in each
@@ -55,9 +55,18 @@ class Pace:
         self._since_step += 1
         self._right = DECAY * self._right + mean(accepted)
         self._wrong = DECAY * self._wrong + mean(right < count for right in accepted)
-        if self.step:
+        if count not in self._warm:
+            self._warm.add(count)
+        elif self.step:
             cost = seconds / self.step
             self._costs[count] = self._costs.get(count, cost) + WEIGHT * (cost - self._costs.get(count, cost))
+
+        self._best = self._fastest()
+
+    def _fastest(self) -> int:
+        """The number of drafts that promises most, which takes 40 us to find."""
+        tried = max(self._costs, default=0)
+        return max(range(min(self._most, max(1, 2 * tried)) + 1), key=self._speed)
 
     def _speed(self, length: int) -> float:
         """Tokens for the time of a step, with so many drafts."""

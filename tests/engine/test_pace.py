@@ -87,3 +87,24 @@ def test_no_more_is_drafted_than_allowed() -> None:
         else:
             pace.stepped(0.01)
     assert seen == {0, 1, 2, 3}
+
+
+def test_the_first_round_of_a_length_may_wait_for_a_recording() -> None:
+    """A graph of its number of rows: 50 times as long as a step."""
+    pace, tried = Pace(7), set[int]()
+    for _ in range(60):
+        count = pace.length()
+        if count:
+            pace.drafted(count, [count], 0.0103 if count in tried else 0.5)
+            tried.add(count)
+        else:
+            pace.stepped(0.01)
+    assert pace.length() == 7
+
+
+def test_a_pause_of_the_reader_is_no_step() -> None:
+    """Else rounds would seem cheap for the next thousands of tokens."""
+    pace = Pace(7)
+    speed(CHEAP, never, 100, pace)
+    pace.stepped(100.0)
+    assert speed(DEAR, never, 200, pace) > 0.95

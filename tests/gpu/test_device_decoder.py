@@ -8,8 +8,8 @@ import torch
 
 from exl2chat.engine import device_decoder
 from exl2chat.engine.drafting import ModelDrafter
-from exl2chat.engine.generators import choosing
 from exl2chat.engine.generators.streaming import StreamingGenerator
+from exl2chat.engine.replies import choosing
 from exl2chat.engine.replies.choosing import Chooser
 from exl2chat.engine.replies.jobs import Job
 from exl2chat.engine.replies.language import Language

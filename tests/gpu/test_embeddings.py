@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from exl2chat.engine.embeddings import InputEmbeddings
-from exl2chat.engine.generators import choosing
 from exl2chat.engine.generators.dynamic import DynamicGenerator
 from exl2chat.engine.generators.streaming import StreamingGenerator
+from exl2chat.engine.replies import choosing
 from exl2chat.engine.replies.jobs import Job
 from exl2chat.engine.transformer import Transformer
 from exl2chat.model.checkpoint import open_checkpoint
