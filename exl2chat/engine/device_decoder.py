@@ -91,6 +91,8 @@ class DeviceDecoder:
         # the first step's time is unknown, as it waits for the prompt: no drafts before the second
         ready = not self._flying and self._arrived is not None
         drafts = self._drafts.propose(self._known, left - 1) if ready else []
+        if ready:
+            self._steps.follow(self._known)
         if drafts:
             self._flying.append(_Flight(drafts, self._steps.queue(drafts)))
         while not drafts and len(self._flying) < min(DEPTH, left):
@@ -108,7 +110,5 @@ class DeviceDecoder:
         if self._arrived is not None:  # from one arrival to the next, so that a round counts what it waited for too
             self._drafts.took(len(drafts), right, now - self._arrived)
         self._arrived = now
-        if right:
-            self._steps.follow(self._known)
         if not self._flying:
             self._go_on()

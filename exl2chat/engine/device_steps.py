@@ -35,11 +35,11 @@ class Steps(Protocol):
         """Go on after `tokens`, of which the cache holds the first. `settings.seed` is not None."""
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Go on after `tokens`: those before, and what a step has drawn of its drafts and behind them."""
+        """Go on after `tokens`, those from the start on with what was drawn since. No step is in flight."""
 
     def queue(self, drafts: Sequence[int] = ()) -> Take:
-        """One more step, of up to RESULTS rows; with drafts when no other is in flight, and without penalties. What
-        comes back waits for the tokens drawn after the last one and after each draft, which are -1 where logits are not
+        """One more step, of up to RESULTS rows; with drafts only just after `follow`, and without penalties. What comes
+        back waits for the tokens drawn after the last one and after each draft, which are -1 where logits are not
         numbers. The next step begins with the first of them."""
 
 
@@ -87,20 +87,21 @@ class DeviceSteps:
         """Tokens are drawn from the first `vocabulary`."""
         self.model = model  # or one of the same weights with other embeddings
         self._cache, self._vocabulary = cache, vocabulary
-        self._tokens = torch.zeros(RESULTS, dtype=torch.int64, device=model.device)  # the step's, then drafts
-        self._places = torch.zeros(RESULTS, dtype=torch.int32, device=model.device)  # positions of the drafts
-        self._drafts = torch.zeros(RESULTS, dtype=torch.int64, pin_memory=True)
+        # the position of the step's token; the tokens of its rows; the positions of those behind the first
+        self._numbers = torch.zeros(1 + RESULTS, dtype=torch.int64, device=model.device)
+        self._told = torch.zeros(1 + RESULTS, dtype=torch.int64, pin_memory=True)
+        self._places = torch.zeros(RESULTS, dtype=torch.int32, device=model.device)
         results = torch.empty(RESULTS, dtype=torch.int32, pin_memory=True)
         self._drawn = DrawnTokens(
             results,
             [torch.cuda.Event(blocking=True) for _ in range(RESULTS)],  # type: ignore[no-untyped-call]
         )
         self._sampler = TokenSampler(model.device, vocabulary, RESULTS)
-        offsets = torch.arange(RESULTS, dtype=torch.int32, device=model.device)
         # not self: a cycle
-        self._work = partial(_decode, model, cache, self._tokens, self._places, offsets, self._sampler)
-        self._graphs: dict[int, Recorded] = {}
-        self._next = 0
+        self._work = partial(_decode, model, cache, self._numbers, self._places, self._sampler)
+        self._graphs: dict[tuple[int, bool], Recorded] = {}
+        self._window: DeviceWindow | None = None
+        self._next, self._follows = 0, False
 
     @torch.inference_mode()
     def start(self, tokens: Sequence[int], settings: Sampling) -> None:
@@ -109,35 +110,33 @@ class DeviceSteps:
         self._cache.truncate(len(tokens) - 1)
         if self._cache.length < len(tokens) - 1:
             self.model.forward(self.model.inputs(tokens[self._cache.length : -1]), self._cache, last_only=True)
-        self._sampler.set_rows(self._rows(tokens, settings))
+        self._sampler.set_rows(self._rows(tokens, settings))  # once all that was queued before has ended
         self.follow(tokens)
 
-    @torch.inference_mode()
     def follow(self, tokens: Sequence[int]) -> None:
-        """Go on after `tokens`: those before, and what a step has drawn of its drafts and behind them."""
-        self._cache.position.fill_(len(tokens) - 1)
-        self._tokens[0].fill_(tokens[-1])
-        self._next = len(tokens)
+        """Go on after `tokens`, those from the start on with what was drawn since. No step is in flight."""
+        self._told.numpy()[:2] = len(tokens) - 1, tokens[-1]
+        self._next, self._follows = len(tokens), True
 
     @torch.inference_mode()
     def queue(self, drafts: Sequence[int] = ()) -> Take:
         """One more step, as `Steps` has it."""
-        slot, rows = self._next % RESULTS, 1 + len(drafts)
-        self._next += 1
-        if drafts:
-            self._drafts.numpy()[1:rows] = drafts
-            self._tokens[1:rows].copy_(self._drafts[1:rows], non_blocking=True)
-        if rows not in self._graphs:
+        slot, rows, told = self._next % RESULTS, 1 + len(drafts), self._follows
+        self._next, self._follows = self._next + 1, False
+        if told:
+            self._told.numpy()[2 : 1 + rows] = drafts
+            self._numbers.copy_(self._told, non_blocking=True)
+        if (rows, told) not in self._graphs:
             pool = next((graph.pool for graph in self._graphs.values()), None)
-            self._graphs[rows] = Recorded(partial(self._work, rows), pool)
-        self._graphs[rows]()
+            self._graphs[rows, told] = Recorded(partial(self._work, rows, told), pool)
+        self._graphs[rows, told]()
         self._drawn.record(slot)
         return partial(self._drawn.take, slot, rows)
 
     def _rows(self, tokens: Sequence[int], settings: Sampling) -> Row:
         """How each row of a step draws. Penalties count for the first alone."""
-        tensors = {"position": self._cache.position, "token": self._tokens, "results": self._drawn.memory}
-        self._window: DeviceWindow | None = None
+        tensors = {"position": self._cache.position, "token": self._numbers[1:], "results": self._drawn.memory}
+        self._window = None
         if penalties.active(settings):
             reach, decay = settings.penalty_range, settings.penalty_decay
             sequence = torch.tensor(tokens, device=self.model.device)
@@ -145,7 +144,7 @@ class DeviceSteps:
             tensors |= self._window._asdict()
         rows = np.repeat(sampling_row(settings, self._vocabulary, tensors), RESULTS)
         numbers = np.arange(RESULTS, dtype=np.uint64)
-        rows["token"] += numbers * np.uint64(self._tokens.element_size())
+        rows["token"] += numbers * np.uint64(self._numbers.element_size())
         rows["position"][1:] = self._places.data_ptr() + numbers[1:] * np.uint64(self._places.element_size())
         return rows
 
@@ -158,16 +157,20 @@ def runs_on_device(model: Transformer, size: int) -> bool:
 def _decode(
     model: Transformer,
     cache: KVCache,
-    tokens: Tensor,
+    numbers: Tensor,
     places: Tensor,
-    offsets: Tensor,
     sampler: TokenSampler,
     rows: int,
+    told: bool,
 ) -> Tensor:
-    """A step of so many of `tokens`. Those it draws take their place, and `cache.position` goes on by one."""
+    """A step of so many tokens, at the position in `numbers` or else at that of the cache, which goes on by one. What
+    is drawn takes the place of the tokens."""
+    if told:
+        cache.position.copy_(numbers[:1])
     if rows > 1:
-        torch.add(cache.position, offsets, out=places)
-    logits = model.step(tokens[:rows], cache, last_only=False)
+        torch.arange(rows, out=places[:rows])
+        places[:rows].add_(cache.position)
+    logits = model.step(numbers[1 : 1 + rows], cache, last_only=False)
     sampler.queue(logits)
     return logits
 

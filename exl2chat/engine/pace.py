@@ -60,22 +60,21 @@ class Pace:
         elif self.step:
             cost = seconds / self.step
             self._costs[count] = self._costs.get(count, cost) + WEIGHT * (cost - self._costs.get(count, cost))
-
         self._best = self._fastest()
 
     def _fastest(self) -> int:
-        """The number of drafts that promises most, which takes 40 us to find."""
-        tried = max(self._costs, default=0)
-        return max(range(min(self._most, max(1, 2 * tried)) + 1), key=self._speed)
-
-    def _speed(self, length: int) -> float:
-        """Tokens for the time of a step, with so many drafts."""
+        """The number of drafts that promises most tokens for the time of a step."""
         p = self._right / (self._right + self._wrong)
-        return sum(p**n for n in range(length + 1)) / self._cost(length)
+        tokens, best, speed = 1.0, 0, 1.0
+        for length in range(1, min(self._most, max(1, 2 * max(self._costs, default=0))) + 1):
+            tokens += p**length
+            if tokens / self._cost(length) > speed:
+                best, speed = length, tokens / self._cost(length)
+        return best
 
     def _cost(self, length: int) -> float:
         """The time of a round with so many drafts, in steps."""
-        if length in self._costs or length == 0:
-            return self._costs.get(length, 1.0)
+        if length in self._costs:
+            return self._costs[length]
         known = max((tried for tried in self._costs if tried < length), default=0)
-        return 1 + (self._cost(known) - 1) * length / known if known else 1.0
+        return 1 + (self._costs[known] - 1) * length / known if known else 1.0

@@ -36,11 +36,11 @@ PENALTIES = Sampling(repetition_penalty=1.2, presence_penalty=0.3, frequency_pen
 
 
 class Chance(Guided):
-    """Any number of drafts, each of them right in four of five."""
+    """Any number of drafts, each of them right in seven of ten."""
 
     def __init__(self) -> None:
-        chance = random.Random(3)
-        super().__init__(lambda token: token if chance.random() < 0.8 else (token + 1) % 200)
+        chance = random.Random(5)
+        super().__init__(lambda token: token if chance.random() < 0.7 else (token + 1) % 200)
         self._count = chance.randint
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
@@ -96,8 +96,8 @@ def test_replies_and_caches_are_those_without_drafts(folder: Path) -> None:
             assert reply(subject, PROMPT, settings) == expected, name
             assert torch.equal(stored(subject), stored(off)), name
             drafted, accepted, _ = subject.speculated
-            assert drafted > 20
-            assert {"right": accepted == drafted > 45, "wrong": accepted == 0}.get(name, 0 < accepted < drafted)
+            assert drafted > 10
+            assert {"right": accepted == drafted > 45, "wrong": accepted == 0}.get(name, 0 < accepted < drafted), name
 
 
 @pytest.mark.parametrize("most", range(1, MOST + 1))
@@ -163,21 +163,25 @@ def test_no_draft_is_written_beyond_the_context(model: Transformer) -> None:
 
 def test_the_host_draws_among_them(model: Transformer) -> None:
     """Where a banned string began, and where more is forbidden: then tokens that have arrived are of no use."""
-    extras = Extras(banned_strings=tuple("abcdefghijklmnop"))
+    extras = Extras(banned_strings=("a", "e"))
+    rewound = accepted = 0
 
     def sequence(subject: StreamingGenerator, settings: Sampling) -> list[int]:
+        nonlocal rewound
         subject.begin_stream_ex(PROMPT, settings, max_new_tokens=COUNT, extras=extras)
-        while not subject.stream_ex(banned=[9, 10] if len(subject.tokens) % 11 == 0 else ()).eos:
-            pass
+        while not (result := subject.stream_ex(banned=[9, 10] if len(subject.tokens) % 17 == 0 else ())).eos:
+            rewound += result.suppressed != ""
         return subject.tokens
 
     for settings in SETTINGS[1:]:
         expected = sequence(generator(model, FOLDER), settings)
-        drafter = Chance()
+        drafter = Guided(lambda token: token)
         drafter.sequence = expected
         subject = generator(model, FOLDER, drafter)
         assert sequence(subject, settings) == expected
-        assert subject.speculated.accepted > 3
+        accepted += subject.speculated.accepted
+    assert rewound > 2
+    assert accepted > 20
 
 
 def wander(subject: StreamingGenerator, drafter: Chance | None, known: list[list[int]]) -> list[list[int]]:
