@@ -5,7 +5,7 @@ from statistics import fmean as mean
 
 DECAY = 0.9  # of what older rounds say of the acceptance
 WEIGHT = 0.25  # of a new time beside the mean of the older ones
-PROBE = 32  # a round with one draft for so many that would have had none
+TRIALS = 0.01  # of the time may go into rounds with one draft that do not pay, to see whether they do by now
 REFRESH = 128  # a step without drafts for so many with some; then what the next larger number costs is seen again
 
 
@@ -25,20 +25,20 @@ class Pace:
         self._costs: dict[int, float] = {}
         self._since_draft = self._since_step = self._last = 0
         self._warm: set[int] = set()  # lengths that were tried
-        self._best = self._fastest()
+        self._best, self._pause = self._fastest()
         self.step: float | None = None  # seconds of a step without drafts
 
     def length(self) -> int:
         """How many tokens to draft now; 0: none."""
         if self.step is None or self._since_step >= REFRESH:
             return 0
-        return self._best or int(self._since_draft >= PROBE)
+        return self._best or int(self._since_draft >= self._pause)
 
     def stepped(self, seconds: float) -> None:
         """A step without drafts took so long."""
         if self._since_step >= REFRESH:
             self._costs.pop(min((n for n in self._costs if n > self._last), default=0), None)
-            self._best = self._fastest()
+            self._best, self._pause = self._fastest()
         self._since_draft += 1
         self._since_step = 0
         if 0 not in self._warm:
@@ -60,17 +60,18 @@ class Pace:
         elif self.step:
             cost = seconds / self.step
             self._costs[count] = self._costs.get(count, cost) + WEIGHT * (cost - self._costs.get(count, cost))
-        self._best = self._fastest()
+        self._best, self._pause = self._fastest()
 
-    def _fastest(self) -> int:
-        """The number of drafts that promises most tokens for the time of a step."""
+    def _fastest(self) -> tuple[int, float]:
+        """The number of drafts that promises most tokens for the time of a step; where that is none, after how many
+        steps to try one."""
         p = self._right / (self._right + self._wrong)
         tokens, best, speed = 1.0, 0, 1.0
         for length in range(1, min(self._most, max(1, 2 * max(self._costs, default=0))) + 1):
             tokens += p**length
             if tokens / self._cost(length) > speed:
                 best, speed = length, tokens / self._cost(length)
-        return best
+        return best, (self._cost(1) - 1 - p) / TRIALS
 
     def _cost(self, length: int) -> float:
         """The time of a round with so many drafts, in steps."""
