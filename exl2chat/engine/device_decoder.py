@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from exl2chat.engine.cache import KVCache
-from exl2chat.engine.device_steps import Steps, Take
+from exl2chat.engine.device_steps import RESULTS, Steps, Take
 from exl2chat.engine.drafting import common_prefix
 from exl2chat.engine.paced_drafts import PacedDrafts
 from exl2chat.errors import ChatError
@@ -86,11 +86,12 @@ class DeviceDecoder:
     def _go_on(self) -> None:
         """Queue what comes next: nothing behind a round, nor behind steps for whose end an idea is waiting."""
         left = self._longest - len(self._known)
-        if self._flying and (self._flying[0].drafts or self._drafts.expected(self._known, left - 1)):
+        room = min(left, RESULTS) - 1
+        if self._flying and (self._flying[0].drafts or self._drafts.expected(self._known, room)):
             return
         # the first step's time is unknown, as it waits for the prompt: no drafts before the second
         ready = not self._flying and self._arrived is not None
-        drafts = self._drafts.propose(self._known, left - 1) if ready else []
+        drafts = self._drafts.propose(self._known, room) if ready else []
         if ready:
             self._steps.follow(self._known)
         if drafts:

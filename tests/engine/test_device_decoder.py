@@ -380,6 +380,13 @@ def test_wrong_drafts_cost_a_step_each_and_no_more() -> None:
     assert subject.speculated == (5 * 22 + 10, 0, 1.0)
 
 
+def test_a_step_has_no_more_rows_than_the_device_has_room_for() -> None:
+    subject, device = on_device(True, Oracle(1))
+    subject._decoder._sources = [source._replace(pace=Always(20)) for source in subject._decoder._sources]  # type: ignore[arg-type]
+    assert spoken(subject, SETTINGS[1]) == spoken(on_host(), SETTINGS[1])
+    assert device.rows == [1, 1, 1, 8, 8, 8, 3]
+
+
 class Hasty:
     """Has an idea after every token but never a second one."""
 

@@ -120,9 +120,9 @@ class StreamingGenerator:
         speculate: Speculate = "auto",
         known: Sequence[int] = (),
     ) -> None:
-        """Up to `num_speculative_tokens` are drafted at a time, as `speculate` says (`drafting.choose_drafters`). The
-        draft model's cache, by default one as long as `cache`, is used by nobody else. UsageError for a draft model
-        with fewer tokens than `model`."""
+        """Up to `num_speculative_tokens` are drafted at a time, as `speculate` says (`drafting.choose_drafters`); no
+        more than MOST_DRAFTS where a GPU draws. The draft model's cache, by default one as long as `cache`, is used by
+        nobody else. UsageError for a draft model with fewer tokens than `model`."""
         self._model, self._cache, self._tokenizer = model, cache, tokenizer
         if num_speculative_tokens < 1:
             raise UsageError(f"num_speculative_tokens is {num_speculative_tokens}", "it is at least 1")
