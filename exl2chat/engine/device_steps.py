@@ -89,7 +89,7 @@ class DeviceSteps:
         self._cache, self._vocabulary = cache, vocabulary
         # the position of the step's token; the tokens of its rows; the positions of those behind the first
         self._numbers = torch.zeros(1 + RESULTS, dtype=torch.int64, device=model.device)
-        self._told = torch.zeros(1 + RESULTS, dtype=torch.int64, pin_memory=True)
+        self._told = torch.zeros(1 + RESULTS, dtype=torch.int64, pin_memory=True)  # read when the copy runs
         self._places = torch.zeros(RESULTS, dtype=torch.int32, device=model.device)
         results = torch.empty(RESULTS, dtype=torch.int32, pin_memory=True)
         self._drawn = DrawnTokens(

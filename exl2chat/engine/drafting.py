@@ -50,7 +50,9 @@ class SuffixDrafter:
     def __init__(self, known: Sequence[int] = ()) -> None:
         """Drafts may come from `known` too, a text that stands before every sequence."""
         self._known = tuple(known)
-        self._begin_anew()
+        self._tokens: list[int] = []
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+        self._add(self._known)
 
     def begin(self, chooser: Chooser) -> bool:  # noqa: ARG002
         return True
@@ -71,18 +73,19 @@ class SuffixDrafter:
         return drafts
 
     def _follow(self, tokens: Sequence[int]) -> None:
-        """Take in what was added. Where the end of what is known is not there any more, begin anew."""
+        """Take in what was added. Where the end of what is known is not there any more, forget all that is not."""
         known = len(self._tokens) - len(self._known)
         recent = min(known, LONGEST)
         if len(tokens) < known or list(tokens[known - recent : known]) != self._tokens[len(self._tokens) - recent :]:
-            self._begin_anew()
-            known = 0
+            known = common_prefix(self._tokens[len(self._known) :], list(tokens))
+            self._forget(len(self._tokens) - len(self._known) - known)
         self._add(tokens[known:])
 
-    def _begin_anew(self) -> None:
-        self._tokens: list[int] = []
-        self._ends: dict[tuple[int, ...], list[int]] = {}
-        self._add(self._known)
+    def _forget(self, count: int) -> None:
+        for _ in range(count):
+            if len(self._tokens) >= SHORTEST:
+                self._ends[tuple(self._tokens[-SHORTEST:])].pop()
+            self._tokens.pop()
 
     def _add(self, tokens: Sequence[int]) -> None:
         for token in tokens:
