@@ -58,7 +58,7 @@ class Pace:
         if count not in self._warm:
             self._warm.add(count)
         elif self.step:
-            cost = seconds / self.step
+            cost = min(seconds / self.step, 1 + 2 * count)  # as drafts by a model as large would; the rest was a pause
             self._costs[count] = self._costs.get(count, cost) + WEIGHT * (cost - self._costs.get(count, cost))
         self._best, self._pause = self._fastest()
 

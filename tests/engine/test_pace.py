@@ -84,6 +84,14 @@ def test_a_time_that_was_bad_once_is_seen_again() -> None:
     assert speed(CHEAP, always, 200, pace) > 4
 
 
+def test_drafts_that_seemed_very_dear_are_tried_again() -> None:
+    pace = Pace(7)
+    speed({**CHEAP, 1: 1000.0}, always, 10, pace)
+    assert pace.length() == 0
+    speed(CHEAP, always, 600, pace)
+    assert speed(CHEAP, always, 600, pace) > 5
+
+
 def test_nothing_is_drafted_before_a_step_was_timed() -> None:
     pace = Pace(7)
     for _ in range(2):
