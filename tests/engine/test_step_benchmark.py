@@ -48,6 +48,13 @@ def test_several_tokens_at_once_are_compared_with_one() -> None:
     assert not [figures for figures in (one, alone, prompt) if "times_one" in figures]
 
 
+def test_a_reply_with_drafts_needs_room_after_the_first_context() -> None:
+    work = Workload((100, 200), (1,), (50,), reply=4, drafted=90)
+    assert Workload((100,), (1,), (50,), reply=4, drafted=90).room == 190
+    assert work.room == 204
+    assert [work.within(room).drafted for room in (204, 190, 189, 90)] == [90, 90, 0, 0]
+
+
 def test_jobs_and_turns_are_timed_where_the_cache_has_room() -> None:
     assert WORKLOAD.jobs == (1, 8, 32, 64)
     assert WORKLOAD.turns

@@ -60,7 +60,14 @@ class Chooser:
         self._prepared = False
         self._choice: Choice | None = None
         tells = job.logits or job.probabilities or job.top_tokens > 0
-        self._plain = job.guidance is None and not job.hooks and not tells and known_to_device(job.sampling)
+        # whether a device may draw the reply: all of its tokens but those of which some may not come
+        self.plain = (
+            job.constraint is None
+            and job.guidance is None
+            and not job.hooks
+            and not tells
+            and known_to_device(job.sampling)
+        )
         if job.constraint is not None:
             job.constraint.begin(job.continuing or healed is not None, healed)
 
@@ -86,7 +93,7 @@ class Chooser:
     def on_device(self) -> bool:
         """Whether the next token depends on nothing but logits and settings that kernels/sample.cu knows: drawn there,
         with `sampling`, it is the same."""
-        return self._plain and self._free
+        return self.plain and self._free
 
     @property
     def _free(self) -> bool:
