@@ -1,5 +1,6 @@
 """Drafts change how many steps the jobs of a dynamic generator take, and nothing about their replies."""
 
+import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,9 @@ from exl2chat.engine import batch_drafting
 from exl2chat.engine.batch_drafting import Choosers, Rounds
 from exl2chat.engine.cache import PAGE
 from exl2chat.engine.compile_grammar import compile_regex
+from exl2chat.engine.executor import Executor
 from exl2chat.engine.generators.dynamic import DynamicGenerator
+from exl2chat.engine.replies.choosing import Chooser
 from exl2chat.engine.replies.jobs import Choice, Job, Result, Streamed
 from exl2chat.engine.scheduler import Limits, Row, StepPlan
 from exl2chat.engine.stopping import StopConditions
@@ -318,49 +321,145 @@ def test_to_ask_for_drafts_is_to_have_some() -> None:
             made(limits, speculate="draft")
 
 
-def test_rounds_are_timed_by_the_size_of_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of many rows says nothing about one of few, and a step with prompts nothing at all."""
-    heard: list[tuple[int, tuple[object, ...]]] = []
+class Heard(Always):
+    """A pace that writes down what it is told."""
 
-    class Heard(Always):
-        def __init__(self, most: int) -> None:
-            super().__init__(most)
-            self.number = len(paces)
-            paces.append(self)
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self.told: list[tuple[object, ...]] = []
 
-        def stepped(self, seconds: float) -> None:
-            heard.append((id(self), (seconds,)))
+    def stepped(self, seconds: float) -> None:
+        self.told.append((seconds,))
 
-        def drafted(self, count: int, accepted: Sequence[int], seconds: float) -> None:
-            heard.append((id(self), (count, list(accepted), seconds)))
+    def drafted(self, count: int, accepted: Sequence[int], seconds: float) -> None:
+        self.told.append((count, list(accepted), seconds))
 
-    paces: list[Heard] = []
-    monkeypatch.setattr(batch_drafting, "Pace", Heard)
+
+def row(serial: int, drafts: int = 0, tokens: int = 1) -> Row:
+    return Row(serial, 0, 5, (1,) * tokens, (0,), drafts)
+
+
+def heard_rounds(monkeypatch: pytest.MonkeyPatch, drafter: Told) -> tuple[Rounds, list[list[tuple[object, ...]]]]:
+    """Rounds whose steps take a second each, and what each pace was told, in the order in which they were made."""
+    told: list[list[tuple[object, ...]]] = []
+
+    def made(most: int) -> Heard:
+        pace = Heard(most)
+        told.append(pace.told)
+        return pace
+
+    monkeypatch.setattr(batch_drafting, "Pace", made)
     times: Iterator[float] = iter(np.arange(100.0))
-    rounds = Rounds(Told({}, 1.0), MOST, lambda: next(times))
+    return Rounds(drafter, MOST, clock=lambda: next(times)), told
 
-    def row(serial: int) -> Row:
-        return Row(serial, 0, 5, (1,), (0,))
 
-    for serials, reading in (((0,), False), ((0, 1, 2), False), ((0,), True), ((3, 4), False)):
-        plan = StepPlan((), (), (), (row(9),) if reading else (), tuple(map(row, serials)))
-        rounds._drafter = Told({}, 1.0)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Told, "propose", lambda *_: {})
-            rounds.begin(plan, {})
+class Constrained:
+    """The chooser of a job whose constraint forces `tokens`."""
+
+    count = 0
+
+    def __init__(self, *tokens: int) -> None:
+        self._tokens = list(tokens)
+
+    def forced(self) -> list[int]:
+        return self._tokens
+
+
+def test_rounds_are_timed_by_the_size_of_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of many rows says nothing about one of few, and a step with prompts, or the end of one, nothing at all."""
+    rounds, told = heard_rounds(monkeypatch, Told({n: [7, 7] for n in range(5)}, 1.0))
+    for serials, read, tokens in (((0,), 0, 1), ((0, 1, 2), 0, 1), ((0,), 1, 1), ((0,), 0, 5), ((3, 4), 0, 1)):
+        plan = StepPlan((), (), (), (row(9),) * read, tuple(row(n, 2, tokens) for n in serials))
+        rounds.begin(plan, {n: Constrained() for n in serials})  # type: ignore[misc]
         rounds.computed()
-        rounds.end(plan, [2] * len(serials), [1] * len(serials))
-    assert [what for _, what in heard] == [(2, [1], 1.0), (2, [1, 1, 1], 1.0), (2, [1, 1], 1.0)]
-    assert heard[0][0] != heard[1][0] == heard[2][0]
+        rounds.end(plan, dict.fromkeys(serials, 2), dict.fromkeys(serials, 1))
+    forced, guessed, forced_many, guessed_many = told
+    assert guessed == [(2, [1], 1.0)]
+    assert guessed_many == [(2, [1, 1, 1], 1.0), (2, [1, 1], 1.0)]
+    assert forced == forced_many == []
 
 
-def test_a_device_draws_for_jobs_without_drafts_and_the_host_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = [job(prompt(20 + n, n), 30, SETTINGS[n]) for n in range(2)]
+def test_what_is_forced_and_what_is_guessed_have_paces_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds, told = heard_rounds(monkeypatch, Told({1: [7], 2: []}, 1.0))
+    choosers = {0: Constrained(5, 6), 1: Constrained(), 2: Constrained()}
+    plan = StepPlan((), (), (), (), tuple(row(n, MOST) for n in choosers))
+    step = rounds.begin(plan, choosers)  # type: ignore[arg-type]
+    assert [each.tokens for each in step.decode] == [(1, 5, 6), (1, 7), (1,)]
+    rounds.computed()
+    rounds.end(plan, {0: 2, 1: 1, 2: 0}, {0: 2, 1: 1, 2: 0})
+    assert told == [[(2, [2, 0], 1.0)], [(1, [1, 0], 1.0)]]
+    rounds.begin(plan, choosers)  # type: ignore[arg-type]
+    rounds.computed()
+    rounds.end(plan, dict.fromkeys(choosers, 0), dict.fromkeys(choosers, 0))
+    assert [each[1:] for each in told] == [[(1.0,)], [(1.0,)]]
+
+
+def test_so_many_sequences_get_no_more_drafts_than_they_may() -> None:
+    rounds = Rounds(Told({n: [7] * 9 for n in range(5)}, 1.0), MOST, limit=lambda count: 4 - count)
+    for count in range(1, 5):
+        plan = StepPlan((), (), (), (), tuple(row(n, MOST) for n in range(count)))
+        step = rounds.begin(plan, {n: Constrained() for n in range(count)})  # type: ignore[misc]
+        assert {len(each.tokens) for each in step.decode} == {5 - count}
+
+
+def test_a_step_that_was_recorded_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for recorded in (False, True):
+        with monkeypatch.context() as patch:
+            subject = generator(limits=DRAFTING)
+            rounds, told = heard_rounds(patch, Told({0: [END] * 30}, 1.0))
+            numbers = itertools.count()
+            if recorded:
+                patch.setattr(Executor, "recordings", property(lambda _, numbers=numbers: next(numbers)))
+            subject._rounds = rounds
+            run(subject, [job(prompt(10), 10)])
+            assert any(told) == (not recorded)
+
+
+def test_a_device_draws_after_every_draft_and_the_host_where_penalties_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [job(prompt(20 + n, n), 30, SETTINGS[n]) for n in range(3)]
     subject = generator(limits=DRAFTING)
     device = Device(subject, monkeypatch)
     wanted = [streamed(each.prompts[0], 30, each.sampling) for each in jobs]
-    subject._rounds = Rounds(Told({0: wanted[0], 1: []}, 0.7), MOST)
+    subject._rounds = Rounds(Told({0: wanted[0], 1: [], 2: wanted[2]}, 0.7), MOST)
+    by_host: list[Sampling] = []
+    draw = Chooser.draw
+
+    def counted(self: Chooser, rows: np.ndarray) -> int:
+        by_host.append(self.sampling)
+        return draw(self, rows)
+
+    monkeypatch.setattr(Chooser, "draw", counted)
     results = run(subject, jobs)
-    assert [reply(results, n) for n in range(2)] == wanted
-    assert final(results, 0).accepted > 5
-    assert device.drew[1] == 30 > device.drew.get(0, 0)
+    assert [reply(results, n) for n in range(3)] == wanted
+    assert all(final(results, n).accepted > 5 for n in (0, 2))
+    assert by_host == [jobs[2].sampling] * (30 - device.drew.get(2, 0))
+    assert device.drew[0] > device.drew[1] == 30 > device.drew.get(2, 0)
+
+
+def test_a_device_draws_the_drafts_of_a_draft_model_but_where_penalties_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [job(prompt(20 + n, n), 30, SETTINGS[n]) for n in range(3)]
+    subject = with_model()
+    device = Device(subject._draft_model, monkeypatch)  # type: ignore[arg-type]
+    by_host: list[Sampling] = []
+    guess = Chooser.guess
+
+    def counted(self: Chooser, logits: np.ndarray, position: int) -> int:
+        by_host.append(self.sampling)
+        return guess(self, logits, position)
+
+    monkeypatch.setattr(Chooser, "guess", counted)
+    results = run(subject, jobs)
+    for n, each in enumerate(jobs):
+        assert reply(results, n) == streamed(each.prompts[0], 30, each.sampling)
+        assert final(results, n).drafted > 15
+    assert all(final(results, n).accepted == final(results, n).drafted for n in (0, 1))
+    assert set(by_host) == {jobs[2].sampling}
+    assert device.drew.keys() == {0, 1}
+
+
+def test_a_device_that_draws_no_number_ends_the_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = with_model()
+    device = Device(subject._draft_model, monkeypatch)  # type: ignore[arg-type]
+    device.broken = True
+    results = run(subject, [job(prompt(30), 20)])
+    assert (reply(results, 0), final(results, 0).drafted) == (streamed(prompt(30), 20), 0)

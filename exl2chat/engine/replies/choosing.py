@@ -26,9 +26,12 @@ ON_DEVICE = frozenset(
 )  # fmt: skip
 
 
+_UNSET = {name: value for name, value in msgspec.structs.asdict(Sampling()).items() if name not in ON_DEVICE}
+
+
 def known_to_device(settings: Sampling) -> bool:
     """Whether nothing is set that only the host can do."""
-    return settings == Sampling(**{name: getattr(settings, name) for name in ON_DEVICE})
+    return all(getattr(settings, name) == value for name, value in _UNSET.items())
 
 
 class _Before(NamedTuple):
@@ -49,8 +52,10 @@ class Chooser:
     def __init__(self, job: Job, prompt: Sequence[int], language: Language, healed: int | None = None) -> None:
         """`healed` was taken off the end of `prompt`. The job's constraint begins, and is this reply's own."""
         self._job, self._language, self._healed = job, language, healed
-        self.seed = secrets.randbits(32) if job.sampling.seed is None else job.sampling.seed
-        self.sampling = msgspec.structs.replace(job.sampling, seed=self.seed)
+        self.seed, self.sampling = job.sampling.seed or 0, job.sampling
+        if job.sampling.seed is None:
+            self.seed = secrets.randbits(32)
+            self.sampling = msgspec.structs.replace(job.sampling, seed=self.seed)
         self.tokens, self._start = list(prompt), len(prompt)
         self._before: list[_Before] = []
         self._sampler: Sampler | None = None
