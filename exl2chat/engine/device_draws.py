@@ -72,8 +72,12 @@ class DeviceDraws:
         self._settings = {drawing: row for drawing, row in self._settings.items() if drawing in wanted}
         used: list[_Use] = []
         for row in rows:
-            own = min(len(row.tokens), each)
-            used += [*self._uses(row, own, draws.get(row.job)), *[_NOBODY] * (each - own)]
+            drawing, own = draws.get(row.job), min(len(row.tokens), each)
+            if drawing is None or not drawing.counts:
+                used += [(drawing, None)] * own
+            else:
+                used += [*[_NOBODY] * (own - 1), (drawing, self._count(drawing, row.start + len(row.tokens)))]
+            used += [_NOBODY] * (each - own)
         used += [_NOBODY] * (len(self._used) - len(used))
         if used != self._used:
             self._sent = False
@@ -88,12 +92,6 @@ class DeviceDraws:
     def sent(self) -> None:
         """The device has `table` as it is now."""
         self._sent = True
-
-    def _uses(self, row: Row, count: int, drawing: Drawing | None) -> list[_Use]:
-        """Of the `count` places of a row."""
-        if drawing is None or not drawing.counts:
-            return [(drawing, None)] * count
-        return [*[_NOBODY] * (count - 1), (drawing, self._count(drawing, row.start + len(row.tokens)))]
 
     def _count(self, drawing: Drawing, length: int) -> _Counted:
         """A window of the text of `length` tokens, and of the one that this step draws. The one that the last step left

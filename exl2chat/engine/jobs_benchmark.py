@@ -19,7 +19,7 @@ from exl2chat.settings import Sampling
 
 PROMPT = 128
 WARM_UP, STEPS = 8, 40
-DRAFTED = (1, 8)
+DRAFTED, LEARNING = (1, 8), 3
 LONGEST = PAGE - PROMPT  # tokens of a reply: each job has one page
 CONVERSATION, TURN, ROUNDS = 4096, 24, 5
 CEILING = "a read of the weights and the cache"
@@ -95,7 +95,7 @@ def measure_drafts(
     model: Transformer, cache: KVCache, counts: Sequence[int], bandwidth: float, progress: Progress
 ) -> list[KernelRow]:
     """The time for a token of each of so many jobs with drafts that are always right, or always wrong, beside that
-    without drafts; each the second time, when it is known what they cost. `cache`: a page for each."""
+    without drafts; when it is known what they cost. `cache`: a page for each."""
     plain = DynamicGenerator(model, cache, OneLetter(), speculate="off")  # type: ignore[arg-type]
     plain.warm_up()
     prompts = _prompts(model.config.vocab_size, PROMPT)
@@ -110,8 +110,10 @@ def measure_drafts(
         for right in (True, False):
             told = Told()
             subject = DynamicGenerator(model, cache, OneLetter(), drafter=told)  # type: ignore[arg-type]
-            told.replies, told.right = replies, right
-            seconds, _ = [_written(subject, jobs) for _ in range(2)][-1]
+            told.right = right
+            for _ in range(LEARNING):  # drafts are right to the bit once these replies were written with drafts
+                told.replies = replies
+                seconds, replies = _written(subject, jobs)
             kind = "right" if right else "wrong"
             result.append(KernelRow(f"{name}, drafts always {kind}", count, seconds * 1e6, ceiling, CEILING, name))
     return result
@@ -167,8 +169,9 @@ def _step_seconds(subject: DynamicGenerator, prompts: Sequence[tuple[int, ...]])
 
 def _first_token(subject: DynamicGenerator, prompt: tuple[int, ...]) -> tuple[float, list[int]]:
     """Seconds until a reply to `prompt` begins, and the reply."""
+    job = _job(prompt, TURN)
     started = time.perf_counter()
-    subject.enqueue(_job(prompt, TURN))
+    subject.enqueue(job)
     first, reply = 0.0, []
     while subject.remaining:
         for result in subject.iterate():

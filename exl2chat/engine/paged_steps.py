@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,7 +46,11 @@ class Stepped(NamedTuple):
     """
 
     logits: Tensor
-    drawn: tuple[int, ...]
+    drawn: Sequence[int]
+
+    def first(self, count: int) -> "Stepped":
+        """For the first tokens alone."""
+        return self if count >= len(self.drawn) else Stepped(self.logits[:count], self.drawn[:count])
 
 
 class Mirrored:
@@ -111,7 +116,8 @@ class StepMemory:
         """Send the tokens of `rows`, each filled up to `each`, and the tables. The positions of what is drawn from,
         int32 [rows, each], or of the last token [1, 1]."""
         count = len(rows)
-        tokens = [token for row in rows for token in (*row.tokens, *row.tokens[-1:] * (each - len(row.tokens)))]
+        full = [row.tokens if len(row.tokens) == each else _padded(row.tokens, each) for row in rows]
+        tokens = list(chain.from_iterable(full))
         firsts = np.array([row.start for row in rows], np.int32)
         offsets = range(each) if each <= DRAWN else [len(rows[0].tokens) - 1]
         positions: NDArray[np.int32] = firsts[:, None] + np.array(offsets, np.int32)
@@ -123,10 +129,16 @@ class StepMemory:
         return positions
 
 
+def _padded(tokens: tuple[int, ...], count: int) -> tuple[int, ...]:
+    return (*tokens, *tokens[-1:] * (count - len(tokens)))
+
+
 def group(rows: Sequence[Row], capacity: int) -> list[list[int]]:
     """The places of rows that are a step together: all with a token and drafts, if so many fit; else those of one
     token, and those of several. The end of a prompt is alone, so that it changes no bit of the others. A row that has
     no room to be filled up, in its pages and below `capacity`, is not."""
+    if max((len(row.tokens) for row in rows), default=0) <= 1:
+        return [list(range(len(rows)))[first : first + MOST] for first in range(0, len(rows), MOST)]
     alone = [[place] for place, row in enumerate(rows) if len(row.tokens) > 1 + min(row.drafts, DRAWN - 1)]
     short = [place for place in range(len(rows)) if [place] not in alone]
     if not short or len(short) * _fill(rows, short, LENGTHS) <= MOST:
@@ -192,10 +204,8 @@ class PagedSteps:
         self._drawn.wait(0)
         places = np.arange(positions.size).reshape(positions.shape)
         drawn = self._drawn.tokens[places, (positions + 1) % RESULTS].tolist()
-        return [
-            Stepped(logits[row : row + len(one.tokens)], tuple(tokens[: len(one.tokens)]))
-            for one, row, tokens in zip(rows, places[:, 0].tolist(), drawn, strict=False)
-        ]
+        stepped = map(Stepped, logits.split_with_sizes([positions.shape[1]] * len(positions)), drawn)
+        return [one.first(len(row.tokens)) for one, row in zip(stepped, rows, strict=False)]
 
     @property
     def recordings(self) -> int:

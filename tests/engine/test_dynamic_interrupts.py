@@ -8,7 +8,7 @@ import pytest
 from exl2chat.engine.generators.dynamic import DynamicGenerator
 from exl2chat.engine.pages import PageCopy
 from exl2chat.engine.replies.jobs import Choice, Job, Result, Started, Streamed
-from tests.engine.dynamic_jobs import SETTINGS, drain, final, generator, job, prompt, reply, streamed
+from tests.engine.dynamic_jobs import SETTINGS, drain, final, generator, job, prompt, reply, streamed, text
 
 NEW = 20
 
@@ -97,6 +97,7 @@ def test_a_token_is_known_to_the_scheduler_where_its_text_was_interrupted(
     assert raised == 1
     assert task.chooser.reply == reply(results, serial) == streamed(prompt(10), NEW, SETTINGS[1])
     assert final(results, serial).reason == "max_new_tokens"
+    assert final(results, serial).text == text(task.chooser.reply)
 
 
 def test_a_job_whose_first_step_failed_has_started_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -315,8 +315,8 @@ class DynamicGenerator:
                 right = number < len(turn.drafts) and token == turn.drafts[number]
                 turn.accepted += right
                 job.accepted += right
-                turn.over = advance.end is not None
                 self._pending += _streamed(turn.serial, job, advance)
+                turn.over = advance.end is not None
                 if turn.over or advance.rewound or not right:
                     break
         except Exception as error:  # of a filter or a hook, too

@@ -173,13 +173,18 @@ class Chooser:
 
     def rewind(self, count: int) -> None:
         """Take back the last `count` tokens. The first of them is not drawn again at its place."""
-        undone, first = self._before[-count:], self.tokens[-count]
+        first = self.tokens[-count]
+        self.forget(count)
+        self.ban((first,))
+
+    def forget(self, count: int) -> None:
+        """As it was before the last `count` tokens, at least 1, were added."""
+        undone = self._before[-count:]
         del self._before[-count:], self.tokens[-count:]
         if self._job.constraint is not None:
             self._job.constraint.rollback(sum(before.told for before in undone))
         self._blocked = {position: ids for position, ids in self._blocked.items() if position <= len(self.tokens)}
-        self.ban((first,))
-        self._sampler, self._limit = None, undone[0].limit
+        self._sampler, self._limit, self._prepared = None, undone[0].limit, False
 
     def _remembering(self) -> Sampler:
         """The sampler, which remembers all of `tokens`."""
