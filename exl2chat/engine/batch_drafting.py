@@ -156,12 +156,11 @@ class Rounds:
         self._started = self._clock()
         firsts = [row for row in plan.decode if row.branch == 0]
         limit = self._limit(len(plan.decode)) if self._limit else self._most
-        count = min(self._pace(plan, forced=True).length(), limit)
-        self._forced = {
-            row.job: forced
-            for row in firsts
-            if (most := min(count, row.drafts)) and (forced := choosers[row.job].forced()[:most])
-        }
+        self._forced = {}
+        if constrained := [row for row in firsts if choosers[row.job].constrained]:
+            count = min(self._pace(plan, forced=True).length(), limit)
+            forced = {row.job: choosers[row.job].forced()[: min(count, row.drafts)] for row in constrained if count}
+            self._forced = {job: tokens for job, tokens in forced.items() if tokens}
         drafts = dict(self._forced)
         if self._drafter is not None:
             self._drafter.follow(plan)
@@ -182,15 +181,22 @@ class Rounds:
         if plan.prefill or not plan.decode or any(len(row.tokens) > 1 for row in plan.decode):
             return  # it took longer than decoding does
         for forced in (True, False):
+            pace = self._paces.get(_key(plan, forced))
+            if pace is None:
+                continue
             jobs = [job for job in drafted if drafted[job] == 0 or (job in self._forced) == forced]
-            most = max((drafted[job] for job in jobs), default=0)
-            if most:
-                self._pace(plan, forced).drafted(most, [accepted[job] for job in jobs], self._seconds)
+            if most := max((drafted[job] for job in jobs), default=0):
+                pace.drafted(most, [accepted[job] for job in jobs], self._seconds)
             elif not any(drafted.values()):
-                self._pace(plan, forced).stepped(self._seconds)
+                pace.stepped(self._seconds)
 
     def _pace(self, plan: StepPlan, forced: bool) -> Pace:
-        key = len(plan.decode).bit_length(), forced
+        key = _key(plan, forced)
         if key not in self._paces:
             self._paces[key] = Pace(self._most)
         return self._paces[key]
+
+
+def _key(plan: StepPlan, forced: bool) -> tuple[int, bool]:
+    """By which a pace is kept: batches of up to twice the size go together."""
+    return len(plan.decode).bit_length(), forced

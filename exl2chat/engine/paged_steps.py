@@ -177,7 +177,11 @@ def _room(row: Row, capacity: int) -> int:
 
 
 class PagedSteps:
-    """The decoding steps of one model over the pages of one cache, queued on torch's current stream."""
+    """The decoding steps of one model over the pages of one cache, queued on torch's current stream.
+
+    To draw MOST tokens at a time takes 16 bytes of the device for each and for every token of the vocabulary: 131 MB of
+    128,256, beside the graphs' own memory. `placement.GPU_RESERVE` has room for it.
+    """
 
     def __init__(self, step: Step, vocabulary: int, pages: int, longest: int, device: torch.device) -> None:
         """Tokens are drawn from the first `vocabulary`. A text has up to `longest` of them, in up to `pages` pages."""
