@@ -26,7 +26,8 @@
 // measured  NVIDIA H200, 2026-11-21, us, 32 / 8 heads of 128 (torch 2.11's flash attention in brackets): 2048 tokens at
 //           the start 101 (164), after 6144 532 (764), that is 452 TFLOP/s; with a window of 1024 106, a soft cap 751;
 //           8 / 4 bits, copied to float16 before, 581 / 590. 32 tokens after 8192 37 (44), after 32736 76 (140), 8 / 4
-//           bits as they are 46 / 47 and 101 / 102. With mma.sync 2048 tokens take 132 and 777
+//           bits as they are 46 / 47 and 101 / 102. With mma.sync 2048 tokens take 132 and 777. merge_parts, 33 parts of 32
+//           tokens, took 18 before its loads no longer waited for each other
 // reference attends of exl2chat/ops/reference.py; tests/gpu/test_prefill_attention.py
 // source    FlashAttention-2 (arXiv 2307.08691); a maximum that stays needs no rescaling (FlashAttention-4)
 
