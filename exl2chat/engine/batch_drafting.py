@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from exl2chat.engine import penalties
 from exl2chat.engine.cache import KVCache
 from exl2chat.engine.device_draws import Drawing
 from exl2chat.engine.drafting import SuffixDrafter
@@ -32,7 +33,9 @@ class BatchDrafter(Protocol):
 class SuffixDrafts:
     """What followed earlier in the text of each job: a SuffixDrafter for every one."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_device: bool = False) -> None:
+        """Where a device draws after every draft: nothing for jobs with penalties, whose tokens the host would draw."""
+        self._on_device = on_device
         self._drafters: dict[int, SuffixDrafter] = {}
 
     def follow(self, plan: StepPlan) -> None:
@@ -44,6 +47,7 @@ class SuffixDrafts:
             row.job: self._drafters[row.job].propose(choosers[row.job].tokens, most)
             for row in rows
             if (most := min(count, row.drafts))
+            and not (self._on_device and penalties.active(choosers[row.job].sampling))
         }
 
 

@@ -71,7 +71,7 @@ class Executor:
 
     @property
     def recordings(self) -> int:
-        """How many steps have been recorded. One that is takes some 50 ms longer."""
+        """How many steps have been recorded. One that is takes some 20 ms longer."""
         return 0 if self._steps is None else self._steps.recordings
 
     @property

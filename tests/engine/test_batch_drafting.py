@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from exl2chat.engine import batch_drafting
-from exl2chat.engine.batch_drafting import Choosers, Rounds
+from exl2chat.engine.batch_drafting import Rounds, SuffixDrafts
 from exl2chat.engine.cache import PAGE
 from exl2chat.engine.compile_grammar import compile_regex
 from exl2chat.engine.executor import Executor
 from exl2chat.engine.generators.dynamic import DynamicGenerator
 from exl2chat.engine.replies.choosing import Chooser
 from exl2chat.engine.replies.jobs import Choice, Job, Result, Streamed
-from exl2chat.engine.scheduler import Limits, Row, StepPlan
+from exl2chat.engine.replies.language import Language
+from exl2chat.engine.scheduler import Limits
 from exl2chat.engine.stopping import StopConditions
 from exl2chat.engine.token_table import TokenTable
 from exl2chat.errors import UsageError
@@ -27,27 +28,10 @@ from tests.engine.fake_model import END, VOCABULARY
 from tests.engine.speculative import Always, RowsModel
 from tests.engine.test_dynamic_draws import Device
 from tests.engine.tiny_models import ByteTokenizer, byte_model
+from tests.engine.told import MOST, Told, heard_rounds, row
 
-MOST = 4
+LANGUAGE = Language(ByteTokenizer(), VOCABULARY)  # type: ignore[arg-type]
 DRAFTING = replace(LIMITS, drafts=MOST)
-
-
-class Told:
-    """Drafts of what jobs will say, each token of which is right with a probability."""
-
-    def __init__(self, replies: Mapping[int, Sequence[int]], right: float) -> None:
-        self.replies, self.right, self.random = replies, right, random.Random(1)
-
-    def follow(self, plan: StepPlan) -> None:
-        """Nothing depends on it."""
-
-    def propose(self, rows: Sequence[Row], choosers: Choosers, count: int) -> Mapping[int, Sequence[int]]:
-        drafts = {}
-        for row in rows:
-            at = choosers[row.job].count
-            told = self.replies[row.job][at : at + min(count, row.drafts)]
-            drafts[row.job] = [token if self.random.random() < self.right else (token + 1) % 256 for token in told]
-        return drafts
 
 
 @pytest.fixture(autouse=True)
@@ -286,6 +270,16 @@ def test_what_was_said_before_is_drafted() -> None:
     assert sum(final(results, n).accepted for n in range(3)) > 20
 
 
+def test_where_a_device_draws_n_grams_leave_jobs_with_penalties_to_it() -> None:
+    settings = [Sampling(temperature=0), Sampling(temperature=0, presence_penalty=0.5)]
+    choosers = {
+        n: Chooser(job([1, 2, 3, 4, 1, 2, 3], 9, each), [1, 2, 3, 4, 1, 2, 3], LANGUAGE)
+        for n, each in enumerate(settings)
+    }
+    for on_device, expected in ((False, {0: [4, 1], 1: [4, 1]}), (True, {0: [4, 1]})):
+        assert SuffixDrafts(on_device).propose([row(0, 2), row(1, 9)], choosers, 2) == expected
+
+
 # Options
 
 
@@ -319,88 +313,6 @@ def test_to_ask_for_drafts_is_to_have_some() -> None:
     for limits in (None, LIMITS):
         with pytest.raises(UsageError, match="no draft model"):
             made(limits, speculate="draft")
-
-
-class Heard(Always):
-    """A pace that writes down what it is told."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__(most)
-        self.told: list[tuple[object, ...]] = []
-
-    def stepped(self, seconds: float) -> None:
-        self.told.append((seconds,))
-
-    def drafted(self, count: int, accepted: Sequence[int], seconds: float) -> None:
-        self.told.append((count, list(accepted), seconds))
-
-
-def row(serial: int, drafts: int = 0, tokens: int = 1) -> Row:
-    return Row(serial, 0, 5, (1,) * tokens, (0,), drafts)
-
-
-def heard_rounds(monkeypatch: pytest.MonkeyPatch, drafter: Told) -> tuple[Rounds, list[list[tuple[object, ...]]]]:
-    """Rounds whose steps take a second each, and what each pace was told, in the order in which they were made."""
-    told: list[list[tuple[object, ...]]] = []
-
-    def made(most: int) -> Heard:
-        pace = Heard(most)
-        told.append(pace.told)
-        return pace
-
-    monkeypatch.setattr(batch_drafting, "Pace", made)
-    times: Iterator[float] = iter(np.arange(100.0))
-    return Rounds(drafter, MOST, clock=lambda: next(times)), told
-
-
-class Constrained:
-    """The chooser of a job whose constraint forces `tokens`."""
-
-    count = 0
-
-    def __init__(self, *tokens: int) -> None:
-        self._tokens = list(tokens)
-
-    @property
-    def constrained(self) -> bool:
-        return bool(self._tokens)
-
-    def forced(self) -> list[int]:
-        return self._tokens
-
-
-def test_rounds_are_timed_by_the_size_of_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of many rows says nothing about one of few, and a step with prompts, or the end of one, nothing at all."""
-    rounds, told = heard_rounds(monkeypatch, Told({n: [7, 7] for n in range(5)}, 1.0))
-    for serials, read, tokens in (((0,), 0, 1), ((0, 1, 2), 0, 1), ((0,), 1, 1), ((0,), 0, 5), ((3, 4), 0, 1)):
-        plan = StepPlan((), (), (), (row(9),) * read, tuple(row(n, 2, tokens) for n in serials))
-        rounds.begin(plan, {n: Constrained() for n in serials})  # type: ignore[misc]
-        rounds.computed()
-        rounds.end(plan, dict.fromkeys(serials, 2), dict.fromkeys(serials, 1))
-    assert told == [[(2, [1], 1.0)], [(2, [1, 1, 1], 1.0), (2, [1, 1], 1.0)]]
-
-
-def test_what_is_forced_and_what_is_guessed_have_paces_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds, told = heard_rounds(monkeypatch, Told({1: [7], 2: []}, 1.0))
-    choosers = {0: Constrained(5, 6), 1: Constrained(), 2: Constrained()}
-    plan = StepPlan((), (), (), (), tuple(row(n, MOST) for n in choosers))
-    step = rounds.begin(plan, choosers)  # type: ignore[arg-type]
-    assert [each.tokens for each in step.decode] == [(1, 5, 6), (1, 7), (1,)]
-    rounds.computed()
-    rounds.end(plan, {0: 2, 1: 1, 2: 0}, {0: 2, 1: 1, 2: 0})
-    assert told == [[(2, [2, 0], 1.0)], [(1, [1, 0], 1.0)]]
-    rounds.begin(plan, choosers)  # type: ignore[arg-type]
-    rounds.computed()
-    rounds.end(plan, dict.fromkeys(choosers, 0), dict.fromkeys(choosers, 0))
-    assert [each[1:] for each in told] == [[(1.0,)], [(1.0,)]]
-
-
-def test_so_many_sequences_get_no_more_drafts_than_they_may() -> None:
-    rounds = Rounds(Told({n: [7] * 9 for n in range(5)}, 1.0), MOST, limit=lambda count: 4 - count)
-    for count in range(1, 5):
-        plan = StepPlan((), (), (), (), tuple(row(n, MOST) for n in range(count)))
-        step = rounds.begin(plan, {n: Constrained() for n in range(count)})  # type: ignore[misc]
-        assert {len(each.tokens) for each in step.decode} == {5 - count}
 
 
 def test_a_step_that_was_recorded_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

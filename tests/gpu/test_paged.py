@@ -28,7 +28,7 @@ from exl2chat.model.tokenizer import open_tokenizer
 from exl2chat.progress import silent
 from exl2chat.settings import Sampling
 from tests.engine.speculative import Always
-from tests.engine.test_batch_drafting import Told
+from tests.engine.told import Told
 
 CUDA = torch.device("cuda")
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"

@@ -111,7 +111,7 @@ class DynamicGenerator:
             self._caches.append(draft_cache)
             self._draft_model = ModelDrafts(draft_model, draft_cache, self._executor.pages, self.language.size)
         if drafter is None:
-            drafter = self._draft_model or (SuffixDrafts() if drafts == "ngram" or free else None)
+            drafter = self._draft_model or (SuffixDrafts(free) if drafts == "ngram" or free else None)
         drafting = limits.drafts > 0 and speculate != "off"
         self._rounds = Rounds(drafter, limits.drafts, alike_drafts if free else None) if drafting else None
         self._empty()
