@@ -27,9 +27,9 @@ from exl2chat.ops.sample import MOST_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a step gave, until the next one, for each row of `plan.decode`: after each of its tokens, or after the last
-    alone if there are more than Executor.drawn. drawn: by job, the tokens that a device drew for it, -1 where logits
-    are not numbers. rows: the logits [T, V], wherever they are."""
+    """What a step gave, until the next one, for each row of `plan.decode`: after each of its tokens or, of the end of a
+    prompt, maybe after the last alone. drawn: by job, the tokens that a device drew for it, -1 where logits are not
+    numbers. rows: the logits [T, V], wherever they are."""
 
     drawn: Mapping[int, Sequence[int]]
     rows: Sequence[Tensor]
