@@ -51,7 +51,8 @@ class SuffixDrafter:
         """Drafts may come from `known` too, a text that stands before every sequence."""
         self._known = tuple(known)
         self._tokens: list[int] = []
-        self._ends: dict[tuple[int, ...], list[int]] = {}
+        self._latest: dict[int, int] = {}  # by the hash of SHORTEST tokens, where they end
+        self._earlier: list[int] = []  # by token: where those that end with it ended before, 0 for nowhere
         self._add(self._known)
 
     def begin(self, chooser: Chooser) -> bool:  # noqa: ARG002
@@ -59,10 +60,11 @@ class SuffixDrafter:
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         self._follow(tokens)
-        ends = self._ends.get(tuple(self._tokens[-SHORTEST:]), [])
-        earlier = [end for end in ends[-RECENT - 1 :] if end < len(self._tokens)]
-        if not earlier:
+        earlier = self._earlier[-1:]
+        if not earlier or not earlier[0]:
             return []
+        while len(earlier) < RECENT and (end := self._earlier[earlier[-1] - 1]):
+            earlier.append(end)
         start = max(earlier, key=lambda end: (self._matching(end), end))
         drafts: list[int] = []
         for at in range(start, start + count):  # a passage that reaches the end goes on with its own repetition
@@ -83,15 +85,16 @@ class SuffixDrafter:
 
     def _forget(self, count: int) -> None:
         for _ in range(count):
-            if len(self._tokens) >= SHORTEST:
-                self._ends[tuple(self._tokens[-SHORTEST:])].pop()
+            self._latest[hash(tuple(self._tokens[-SHORTEST:]))] = self._earlier.pop()
             self._tokens.pop()
 
     def _add(self, tokens: Sequence[int]) -> None:
+        """Numbers alone are kept: the garbage collector looks at every list that there is, and at no number."""
         for token in tokens:
             self._tokens.append(token)
-            if len(self._tokens) >= SHORTEST:
-                self._ends.setdefault(tuple(self._tokens[-SHORTEST:]), []).append(len(self._tokens))
+            end, key = len(self._tokens), hash(tuple(self._tokens[-SHORTEST:]))
+            self._earlier.append(self._latest.get(key, 0))
+            self._latest[key] = end
 
     def _matching(self, end: int) -> int:
         """How many tokens before `end` are those at the end of the sequence, LONGEST at most."""
