@@ -15,7 +15,7 @@ from exl2chat.settings import Settings
 from . import conftest
 from .conftest import HELD, Start, replies
 from .faults import FailingDisk
-from .test_controller import KeepingEngine
+from .test_controller_loads import KeepingEngine
 
 
 async def test_the_session_restores_what_was_set_in_it(start: Start, paths: Paths) -> None:
