@@ -24,7 +24,7 @@ from exl2chat.chat.session import Session, find_session, list_sessions, slug
 from exl2chat.chat.tree import Tree
 from exl2chat.errors import SessionError, UsageError
 from exl2chat.safetext import scrub_line
-from exl2chat.settings import Value, option
+from exl2chat.settings import Value, option, require_theme
 
 if TYPE_CHECKING:
     from exl2chat.chat.controller import Controller
@@ -231,7 +231,7 @@ async def theme(controller: "Controller", argument: str) -> None:
     if not argument:
         controller.emit(ChooseTheme())
     else:
-        _require_theme(controller, argument)
+        require_theme(argument, "/theme", controller.paths)
         await controller.change_settings(controller.settings.with_value("/set", "theme", argument))
 
 
@@ -239,16 +239,9 @@ async def leave(controller: "Controller", _: str) -> None:
     controller.emit(QuitRequested())
 
 
-def _require_theme(controller: "Controller", name: Value) -> None:
-    """UsageError when the front end has told its themes and `name` is none of them."""
-    known = controller.names.themes
-    if known and name not in known:
-        raise UsageError(f"/theme: there is no theme '{name}'", ", ".join(known))
-
-
 async def _change(controller: "Controller", name: str, value: Value) -> None:
     if name == "theme":
-        _require_theme(controller, value)
+        require_theme(value, "/set", controller.paths)
     elif name == "lora":
         require_loras(str(value or ""))
     await controller.change_settings(controller.settings.with_value("/set", name, value))

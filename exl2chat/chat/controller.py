@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from exl2chat.chat import commands
-from exl2chat.chat.completion import Completion, Names, complete
+from exl2chat.chat.completion import Completion, complete
 from exl2chat.chat.events import (
     ChatEvent,
     LoadProgress,
@@ -47,17 +47,15 @@ Listener = Callable[[ChatEvent], None]
 class Controller:
     """One chat: a session, an engine and the settings. The TUI, `run` and the tests are its consumers.
 
-    `form` is what the next replies must be; None: anything. `names` are the words completion may offer that only the
-    front end knows (models on disk, themes).
+    `form` is what the next replies must be; None: anything. `models` are the names that completion offers of models:
+    those on disk, which only the front end knows.
     """
 
-    def __init__(
-        self, engine: wire.Engine, settings: Settings, paths: Paths, session: Session, names: Names | None = None
-    ) -> None:
+    def __init__(self, engine: wire.Engine, settings: Settings, paths: Paths, session: Session) -> None:
         self.paths = paths
         self.session = session
         self.settings = with_session(settings, session)
-        self.names = names or Names()
+        self.models: tuple[str, ...] = ()
         self.model: wire.ModelInfo | None = None
         self.phase: Phase = "down"
         self.last_stats: wire.Stats | None = None
@@ -156,7 +154,7 @@ class Controller:
 
     def complete(self, line: str, cursor: int) -> list[Completion]:
         """What the text before `cursor` could become."""
-        return complete(line[:cursor], self.names, self.paths)
+        return complete(line[:cursor], self.models, self.paths)
 
     # What the actions (`exl2chat.chat.actions`) are made of
 

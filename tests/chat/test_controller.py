@@ -1,6 +1,5 @@
 """The controller over a scripted engine: what it says, what it asks for, what it keeps."""
 
-from exl2chat.chat.completion import Names
 from exl2chat.chat.events import (
     FillPrompt,
     LoadProgress,
@@ -123,5 +122,7 @@ async def test_a_reply_stopped_before_its_first_word_leaves_no_message(start: St
 
 async def test_completion_knows_what_the_front_end_knows(start: Start) -> None:
     chat = await start()
-    chat.controller.names = Names(themes=("nord",))
-    assert [found.text for found in chat.controller.complete("/theme no later", len("/theme no"))] == ["/theme nord"]
+    chat.controller.models = ("org/other",)
+    assert [found.text for found in chat.controller.complete("/model or later", len("/model or"))] == [
+        "/model org/other"
+    ]

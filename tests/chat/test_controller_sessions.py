@@ -20,13 +20,13 @@ from .test_controller_loads import KeepingEngine
 
 async def test_the_session_restores_what_was_set_in_it(start: Start, paths: Paths) -> None:
     chat = await (await start(replies("a"), Session.create(paths))).ready()
-    await chat.say("/model org/other", "/system Be brief.", "/set temperature 0.25", "/theme dark", "hi")
+    await chat.say("/model org/other", "/system Be brief.", "/set temperature 0.25", "/theme nord", "hi")
     id = chat.controller.session.id
     await chat.say("/new", "/set temperature 1.5", "/system off", "/model smollm2", "hello", f"/open {id}")
     settings = chat.controller.settings
     assert (settings["model"], settings["system"]) == ("org/other", "Be brief.")
     assert settings.lookup("temperature") == (0.25, "session")
-    assert settings["theme"] == "dark"
+    assert settings["theme"] == "nord"
     assert chat.loads[-1].model == "org/other"
     assert chat.texts == ["hi", "a"]
 

@@ -14,7 +14,7 @@ from exl2chat.link.scripted import Fail, Say, Script
 from exl2chat.paths import Paths
 
 from .conftest import Start, replies
-from .test_commands import NAMES
+from .test_commands import MODELS
 
 
 async def test_a_form_holds_for_the_next_replies_until_it_is_taken_back(start: Start) -> None:
@@ -109,5 +109,5 @@ def test_what_names_no_file_is_an_error(name: str) -> None:
 
 def test_files_and_off_are_offered(tmp_path: Path, paths: Paths) -> None:
     (tmp_path / "schema.json").touch()
-    assert [each.text for each in complete(f"/json {tmp_path}/s", NAMES, paths)] == [f"/json {tmp_path}/schema.json"]
-    assert "/grammar off" in [each.text for each in complete("/grammar ", NAMES, paths)]
+    assert [each.text for each in complete(f"/json {tmp_path}/s", MODELS, paths)] == [f"/json {tmp_path}/schema.json"]
+    assert "/grammar off" in [each.text for each in complete("/grammar ", MODELS, paths)]

@@ -120,3 +120,11 @@ async def test_the_palette_offers_the_commands(start) -> None:
 async def test_settings_choose_the_theme(start) -> None:
     async with start(settings=Settings().with_layer("flag", {"theme": "paper"})) as screen:
         assert screen.app.theme == "paper"
+
+
+async def test_a_theme_that_is_written_while_the_chat_runs_can_be_put_on(start, paths) -> None:
+    async with start() as screen:
+        paths.themes.mkdir(parents=True)
+        (paths.themes / "mine.toml").write_text('extends = "nord"')
+        await screen.say("/theme mine")
+        await screen.until(lambda: screen.app.theme == "mine")

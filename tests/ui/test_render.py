@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from exl2chat.paths import Paths
+from exl2chat.paths import Paths, theme_files
 from exl2chat.ui.blocks import Block, split
 from exl2chat.ui.layout import Layout
 from exl2chat.ui.render import MARGIN, Renderer, Row, fit
 from exl2chat.ui.section import Entry
-from exl2chat.ui.themes import load_theme, theme_files
+from exl2chat.ui.themes import load_theme
 
 
 @pytest.fixture(scope="module")
