@@ -29,7 +29,7 @@ from exl2chat.ui.bars import HintBar, LoadBar, QueueBar, StatusBar, TitleBar
 from exl2chat.ui.completion import CompletionList
 from exl2chat.ui.crash import write_crash
 from exl2chat.ui.driver import ChatDriver
-from exl2chat.ui.entries import day
+from exl2chat.ui.entries import about
 from exl2chat.ui.keys import HINTS, bindings, keys_page
 from exl2chat.ui.panels import Choice, Page, Picker
 from exl2chat.ui.presenter import Bars, Presenter, Severity
@@ -142,9 +142,10 @@ class ChatApp(App[int]):
         self.push_screen(Page(title, markdown, self._look))
 
     def choose_session(self, query: str) -> None:
-        """Let the user pick a saved session."""
-        saved = [Choice(s.id, s.title, f"{s.messages} messages · {day(s.updated)}") for s in list_sessions(self.paths)]
-        self.push_screen(Picker("Sessions", saved, query, self.controller.session.id), partial(self._run_with, "open"))
+        """Let the user pick a saved session; by its path, as a file that was copied has the id of the other."""
+        saved = [Choice(str(each.path), each.title, about(each)) for each in list_sessions(self.paths)]
+        here = str(self.controller.session.file)
+        self.push_screen(Picker("Sessions", saved, query, here), partial(self._run_with, "open"))
 
     def choose_theme(self) -> None:
         """Let the user pick a theme; the one that is marked is worn meanwhile."""

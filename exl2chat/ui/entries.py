@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from datetime import datetime
 
 from exl2chat.chat.events import Message
+from exl2chat.chat.session import SessionSummary
 from exl2chat.chat.tree import Tree
 from exl2chat.link.protocol import Stats
 from exl2chat.safetext import scrub_line
@@ -55,6 +56,7 @@ def clock(created: str) -> str:
         return ""
 
 
-def day(seconds: float) -> str:
-    """The local date and time of a moment given in seconds since 1970."""
-    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
+def about(session: SessionSummary) -> str:
+    """How long a session is and when it changed, local."""
+    changed = datetime.fromtimestamp(session.updated).strftime("%Y-%m-%d %H:%M")
+    return f"{session.messages} message{'s' * (session.messages != 1)} · {changed}"

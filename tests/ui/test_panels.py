@@ -1,5 +1,10 @@
 """Pages, lists and notices over the chat."""
 
+import os
+import shutil
+
+from exl2chat.chat.events import Message
+from exl2chat.chat.session import Session, now
 from exl2chat.link.protocol import Stop
 from exl2chat.settings import Settings
 from exl2chat.ui.panels import Page, Picker
@@ -75,6 +80,18 @@ async def test_a_saved_session_is_picked_from_the_list(start) -> None:
         await screen.press("enter")
         await screen.until(lambda: [m.text for m in screen.chat.path][:1] == ["about cats"])
         await screen.until(lambda: screen.shown("about cats"))
+
+
+async def test_a_session_file_that_was_copied_is_listed_and_opened_beside_the_other(start, paths) -> None:
+    session = Session.create(paths)
+    session.add(Message("a", None, "user", "about cats", now()))
+    copy = shutil.copy(session.file, paths.sessions / "copy.jsonl")
+    os.utime(copy, (0, 0))
+    async with start() as screen:
+        await screen.press("f3")
+        await screen.until(lambda: screen.text().count("about cats  1 message · ") == 2)
+        await screen.press("down", "enter")
+        await screen.until(lambda: screen.chat.session.file == copy)
 
 
 async def test_the_theme_chooser_previews_and_restores(start) -> None:
