@@ -249,15 +249,15 @@ def list_sessions(paths: Paths) -> list[SessionSummary]:
 
 def unreadable_sessions(paths: Paths) -> dict[Path, str]:
     """The session files that `list_sessions` leaves out, and why."""
-    return {path: str(fault) for path, fault in _session_files(paths) if isinstance(fault, SessionError)}
+    return {path: found for path, found in session_files(paths) if isinstance(found, str)}
 
 
 def saved_sessions(paths: Paths) -> Iterator[SessionSummary]:
     """`list_sessions` one by one: a file is read when its turn comes (0.1 ms for one of 60 kB)."""
-    return (found for _, found in _session_files(paths) if isinstance(found, SessionSummary))
+    return (found for _, found in session_files(paths) if isinstance(found, SessionSummary))
 
 
-def _session_files(paths: Paths) -> Iterator[tuple[Path, SessionSummary | SessionError]]:
+def session_files(paths: Paths) -> Iterator[tuple[Path, SessionSummary | str]]:
     """Every session file and what is in it, or why that cannot be said; the one changed last first."""
     changed: list[tuple[float, Path]] = []
     for path in paths.sessions.glob("*" + SUFFIX):
@@ -267,7 +267,7 @@ def _session_files(paths: Paths) -> Iterator[tuple[Path, SessionSummary | Sessio
         try:
             yield path, _summary(path, updated)
         except SessionError as fault:
-            yield path, fault
+            yield path, str(fault)
 
 
 def _summary(path: Path, updated: float) -> SessionSummary:

@@ -21,7 +21,7 @@ from textual.widgets import Static
 from exl2chat.chat.commands import COMMANDS, help_page
 from exl2chat.chat.controller import Controller
 from exl2chat.chat.history import History
-from exl2chat.chat.session import list_sessions
+from exl2chat.chat.session import session_files
 from exl2chat.errors import ChatError
 from exl2chat.paths import Paths, theme_files
 from exl2chat.safetext import scrub, scrub_line
@@ -29,7 +29,7 @@ from exl2chat.ui.bars import HintBar, LoadBar, QueueBar, StatusBar, TitleBar
 from exl2chat.ui.completion import CompletionList
 from exl2chat.ui.crash import write_crash
 from exl2chat.ui.driver import ChatDriver
-from exl2chat.ui.entries import about
+from exl2chat.ui.entries import choice_of
 from exl2chat.ui.keys import HINTS, bindings, keys_page
 from exl2chat.ui.panels import Choice, Page, Picker
 from exl2chat.ui.presenter import Bars, Presenter, Severity
@@ -143,7 +143,7 @@ class ChatApp(App[int]):
 
     def choose_session(self, query: str) -> None:
         """Let the user pick a saved session; by its path, as a file that was copied has the id of the other."""
-        saved = [Choice(str(each.path), each.title, about(each)) for each in list_sessions(self.paths)]
+        saved = [choice_of(path, found) for path, found in session_files(self.paths)]
         here = str(self.controller.session.file)
         self.push_screen(Picker("Sessions", saved, query, here), partial(self._run_with, "open"))
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from datetime import datetime
+from pathlib import Path
 
 from exl2chat.chat.events import Message
 from exl2chat.chat.session import SessionSummary
 from exl2chat.chat.tree import Tree
 from exl2chat.link.protocol import Stats
 from exl2chat.safetext import scrub_line
+from exl2chat.ui.panels import Choice
 from exl2chat.ui.section import Entry, Level
 
 REMARKS: Mapping[str, tuple[str, Level]] = {
@@ -56,7 +58,9 @@ def clock(created: str) -> str:
         return ""
 
 
-def about(session: SessionSummary) -> str:
-    """How long a session is and when it changed, local."""
-    changed = datetime.fromtimestamp(session.updated).strftime("%Y-%m-%d %H:%M")
-    return f"{session.messages} message{'s' * (session.messages != 1)} · {changed}"
+def choice_of(path: Path, found: SessionSummary | str) -> Choice:
+    """A session file in a list: its title, how long it is and when it changed, local; or why it cannot be opened."""
+    if isinstance(found, str):
+        return Choice(str(path), path.name, f"cannot be read: {found}", disabled=True)
+    changed = datetime.fromtimestamp(found.updated).strftime("%Y-%m-%d %H:%M")
+    return Choice(str(path), found.title, f"{found.messages} message{'s' * (found.messages != 1)} · {changed}")

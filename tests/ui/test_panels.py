@@ -94,6 +94,28 @@ async def test_a_session_file_that_was_copied_is_listed_and_opened_beside_the_ot
         await screen.until(lambda: screen.chat.session.file == copy)
 
 
+async def test_a_session_file_that_cannot_be_read_is_listed_with_the_reason_and_not_opened(start, paths) -> None:
+    for number, name in enumerate(("oldest", "older", "newer")):
+        session = Session.create(paths)
+        session.add(Message("a", None, "user", name, now()))
+        os.utime(session.file, (number, number))
+    for number, name in ((0.5, "damaged"), (9, "lost")):
+        (paths.sessions / f"{name}.jsonl").write_bytes(b"")
+        os.utime(paths.sessions / f"{name}.jsonl", (number, number))
+    async with start() as screen:
+        await screen.press("f3")
+        await screen.until(lambda: screen.shown("damaged.jsonl  cannot be read: it is empty"))
+        lines = [line for line in screen.text().split("\n") if "1970" in line or "cannot" in line]
+        names = [next(word for word in line.split() if word.isascii()) for line in lines]
+        assert names == ["lost.jsonl", "newer", "older", "damaged.jsonl", "oldest"]
+        await screen.press("down", "down", "up", "down", "enter")
+        await screen.until(lambda: [message.text for message in screen.chat.path] == ["oldest"])
+        await screen.press("f3")
+        await screen.until(lambda: isinstance(screen.app.screen, Picker) and screen.shown("damaged.jsonl"))
+        await screen.press(*"damaged", "down", "enter")
+        assert isinstance(screen.app.screen, Picker)
+
+
 async def test_the_theme_chooser_previews_and_restores(start) -> None:
     async with start() as screen:
         await screen.press("f4")
