@@ -3,6 +3,8 @@
 import os
 import shutil
 
+import pytest
+
 from exl2chat.chat.events import Message
 from exl2chat.chat.session import Session, now
 from exl2chat.link.protocol import Stop
@@ -26,6 +28,19 @@ async def test_few_notices_are_shown_and_each_once(start) -> None:
         assert len([row for row in rows if "last" in row]) == 1
         assert rows.index(next(row for row in rows if "❯" in row)) > 20
         assert not [row for row in rows[len(rows) // 2 + 2 :] if "word" in row]
+
+
+@pytest.mark.parametrize("size", [(100, 30), (60, 20), (40, 12)])
+@pytest.mark.parametrize("key", ["f3", "f6"])
+async def test_notices_stand_below_a_panel_and_not_on_it(start, size, key) -> None:
+    async with start(size=size) as screen:
+        await screen.press(key)
+        await screen.until(lambda: screen.shown("╰"))
+        before = screen.text().split("\n")
+        screen.app.say("a notice", "warning")
+        await screen.until(lambda: screen.shown("a notice"))
+        panel = next(number for number, row in enumerate(before) if "╰" in row) + 1
+        assert screen.text().split("\n")[:panel] == before[:panel]
 
 
 async def test_a_query_without_a_match_says_so(start) -> None:
