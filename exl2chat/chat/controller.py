@@ -32,7 +32,7 @@ from exl2chat.chat.events import (
 from exl2chat.chat.faults import fault_in, log_fault
 from exl2chat.chat.loads import Loads, load_request, put_back
 from exl2chat.chat.outbox import Outbox
-from exl2chat.chat.recall import chosen_values, with_model, with_session
+from exl2chat.chat.recall import recorded, with_model, with_session
 from exl2chat.chat.reply import Reply, request
 from exl2chat.chat.session import Session, new_id, storable
 from exl2chat.errors import ChatError, ContextError, SessionError, UsageError, error_for
@@ -224,7 +224,7 @@ class Controller:
         """Let `settings` hold and save them; a change of what is loaded loads anew. UsageError if a reply runs then."""
         if self._reply and load_request(settings) != self._loads.wanted:
             raise UsageError("a reply is on its way", "stop it first")
-        self.session.record_settings(chosen_values(settings))
+        self.session.record_settings(recorded(settings))
         await self._use(settings)
 
     async def change_session(self, session: Session) -> None:
@@ -326,7 +326,7 @@ class Controller:
         self.settings = with_model(self.settings, event.model)
         if news == "kept" and self._loads.held:
             self._take_settings(put_back(self.settings, self._loads.held))
-            self.session.record_settings(chosen_values(self.settings))
+            self.session.record_settings(recorded(self.settings))
         self.emit(ModelReady(event.model, event.seconds))
         if event.note:
             self.emit(Notice(event.note, "warning"))

@@ -78,6 +78,35 @@ async def test_a_flag_wins_over_the_session(start: Start, paths: Paths) -> None:
     assert settings.lookup("top_p")[1] == "default"
 
 
+async def test_a_session_remembers_what_it_began_with_and_no_flag_of_a_later_run(start: Start, paths: Paths) -> None:
+    began = Settings().with_layer("config.toml", {"top_k": 9}).with_layer("flag", {"model": "a", "temperature": 0.25})
+    chat = await (await start(replies("a"), Session.create(paths), began)).ready()
+    await chat.say("/set min_p 0.5", "hi", "/set min_p default", "/set top_p 0.5")
+    await chat.controller.close()
+    remembered = {"model": "a", "temperature": 0.25, "top_k": 9, "top_p": 0.5}
+    saved = Session.open("last", paths)
+    assert saved.settings == remembered
+    later = Settings().with_layer("environment", {"top_k": 3}).with_layer("flag", {"model": "b", "temperature": 1.5})
+    chat = await (await start(replies("a"), saved, later)).ready()
+    await chat.say("hi", "/set temperature 0.75")
+    assert (chat.loads[-1].model, chat.generated[-1].sampling.temperature) == ("b", 1.5)
+    assert chat.controller.session.settings == {**remembered, "temperature": 0.75}
+    await chat.say("/set temperature default")
+    assert chat.controller.settings.lookup("temperature") == (1.5, "flag")
+    assert chat.controller.session.settings == remembered
+
+
+async def test_a_session_opened_from_another_keeps_its_own(start: Start, paths: Paths) -> None:
+    other = Session.create(paths)
+    other.record_settings({"model": "a", "temperature": 0.25})
+    other.add(Message("u1", None, "user", "other"))
+    other.close()
+    flags = Settings().with_layer("flag", {"temperature": 1.5, "system": "Be brief."})
+    chat = await (await start(replies("a", "b"), Session.create(paths), flags)).ready()
+    await chat.say("hi", "/open other", "more")
+    assert chat.controller.session.settings == other.settings
+
+
 async def test_a_read_only_session_gives_the_text_back(start: Start, paths: Paths) -> None:
     first = await (await start(replies("a"), Session.create(paths))).ready()
     await first.say("hi")
