@@ -207,12 +207,11 @@ async def _shape(controller: "Controller", kind: Kind, argument: str) -> None:
     """Show what the next replies must be, change it, or let them be anything again."""
     if not argument:
         controller.emit(ShowPage("Form of replies", pages.form_page(controller.form)))
-    elif argument == "off":
-        controller.form = None
-        controller.emit(Notice("replies may be anything again"))
-    else:
-        controller.form = form_of(kind, argument)
-        controller.emit(Notice(f"from the next reply on: {MEANING[kind]}; `/{kind} off` ends it"))
+        return
+    controller.form = None if argument == "off" else form_of(kind, argument)
+    controller.remember()
+    changed = f"from the next reply on: {MEANING[kind]}; `/{kind} off` ends it"
+    controller.emit(Notice(changed if controller.form else "replies may be anything again"))
 
 
 async def lora(controller: "Controller", argument: str) -> None:

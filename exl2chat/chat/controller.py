@@ -47,8 +47,7 @@ Listener = Callable[[ChatEvent], None]
 class Controller:
     """One chat: a session, an engine and the settings. The TUI, `run` and the tests are its consumers.
 
-    `form` is what the next replies must be; None: anything. `models` are the names that completion offers of models:
-    those on disk, which only the front end knows.
+    `form` is what the next replies must be, None: anything; `models` are names of models here, for completion.
     """
 
     def __init__(self, engine: wire.Engine, settings: Settings, paths: Paths, session: Session) -> None:
@@ -59,7 +58,7 @@ class Controller:
         self.model: wire.ModelInfo | None = None
         self.phase: Phase = "down"
         self.last_stats: wire.Stats | None = None
-        self.form: wire.Form | None = None
+        self.form = session.form
         self._engine = engine
         self._listeners: list[Listener] = []
         self._outbox = Outbox(self)
@@ -208,8 +207,7 @@ class Controller:
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(32))
         shown = self.path
-        name = self.model.name if self.model else ""
-        self._reply = Reply(new_id(), parent, start, sampling.seed or 0, name)
+        self._reply = Reply(new_id(), parent, start, sampling.seed or 0, self.model.name if self.model else "")
         self.phase = "prefill"
         if self.path != shown:
             self.emit(PathChanged())
@@ -224,8 +222,12 @@ class Controller:
         """Let `settings` hold and save them; a change of what is loaded loads anew. UsageError if a reply runs then."""
         if self._reply and load_request(settings) != self._loads.wanted:
             raise UsageError("a reply is on its way", "stop it first")
-        self.session.record_settings(recorded(settings))
+        self.session.record_settings(recorded(settings), self.form)
         await self._use(settings)
+
+    def remember(self) -> None:
+        """Record in the session what is set in it; it holds again when that is opened."""
+        self.session.record_settings(recorded(self.settings), self.form)
 
     async def change_session(self, session: Session) -> None:
         """Show another session, with the settings recorded in it.
@@ -244,6 +246,7 @@ class Controller:
         self.emit(PathChanged())
         for line in session.notices:
             self.emit(Notice(line, "warning"))
+        self.form = session.form if session.settings else self.form
         await self._use(with_session(self.settings, session))
 
     async def enqueue(self, line: str, replaces: str | None = None) -> None:
@@ -326,7 +329,7 @@ class Controller:
         self.settings = with_model(self.settings, event.model)
         if news == "kept" and self._loads.held:
             self._take_settings(put_back(self.settings, self._loads.held))
-            self.session.record_settings(recorded(self.settings))
+            self.remember()
         self.emit(ModelReady(event.model, event.seconds))
         if event.note:
             self.emit(Notice(event.note, "warning"))

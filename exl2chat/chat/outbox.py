@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from exl2chat.chat import commands
 from exl2chat.chat.events import FillPrompt, Message
 from exl2chat.chat.grammar import literal
-from exl2chat.chat.recall import begun, recorded
+from exl2chat.chat.recall import begun
 from exl2chat.chat.session import new_id, now
 from exl2chat.errors import SessionError
 
@@ -91,7 +91,7 @@ class Outbox:
         message = Message(new_id(), parent, role, text, now())
         if not session.tree.messages:
             controller.settings = begun(controller.settings)
-        session.record_settings(recorded(controller.settings))
+        controller.remember()
         controller.add_message(message)
         return message
 

@@ -8,6 +8,7 @@ from exl2chat.chat.completion import complete
 from exl2chat.chat.events import Notice, ShowPage
 from exl2chat.chat.forms import form_of
 from exl2chat.chat.pages import form_page
+from exl2chat.chat.session import Session
 from exl2chat.errors import UsageError
 from exl2chat.link.protocol import Form
 from exl2chat.link.scripted import Fail, Say, Script
@@ -23,6 +24,20 @@ async def test_a_form_holds_for_the_next_replies_until_it_is_taken_back(start: S
     schema = Form("json", '{"type": "object"}')
     assert [request.form for request in chat.generated] == [None, schema, schema, Form("regex", "[0-9]+"), None]
     assert chat.controller.form is None
+
+
+async def test_a_form_is_kept_with_its_session(start: Start, paths: Paths) -> None:
+    chat = await (await start(replies("1", "2", "3"), Session.create(paths))).ready()
+    await chat.say("/regex [0-9]+", "a", "/new", "b", "/regex off", "/open a", "/fork", "c")
+    digits = Form("regex", "[0-9]+")
+    assert [request.form for request in chat.generated] == [digits] * 3
+    await chat.controller.close()
+    for title, form in (("a", digits), ("b", None)):
+        session = Session.open(title, paths)
+        chat = await (await start(replies("1"), session)).ready()
+        await chat.say("more")
+        assert chat.generated[-1].form == form
+        await chat.controller.close()
 
 
 async def test_a_form_is_shown_without_an_argument(start: Start, tmp_path: Path) -> None:
