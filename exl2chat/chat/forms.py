@@ -71,9 +71,9 @@ def _check_json(form: Form) -> None:
 
 
 def _check_regex(form: Form) -> None:
-    from llguidance import LLMatcher, regex_to_lark  # it takes 50 ms to import, and few chats use it
+    from llguidance import LLMatcher  # it takes 50 ms to import, and few chats use it
 
-    lark = f"start: /{regex_to_lark(form.text, use_ascii='')}/"
-    if fault := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(lark)):
-        reason = fault.rpartition("\nerror: ")[2].partition("\n")[0]
-        raise UsageError(f"regular expression '{form.text:.80}': {reason:.200}", "correct it or use something simpler")
+    from exl2chat.expressions import regex_as_lark, regex_reason
+
+    if fault := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(regex_as_lark(form.text))):
+        raise UsageError(f"regular expression{regex_reason(fault)}", "correct it or use something simpler")
