@@ -4,6 +4,7 @@ import json
 import os
 from typing import Literal
 
+from exl2chat.chat.session import storable
 from exl2chat.errors import UsageError
 from exl2chat.link.protocol import Form
 
@@ -26,9 +27,11 @@ def form_of(kind: Kind, argument: str) -> Form:
     if not argument.strip():
         raise UsageError(f"the {FORMS[kind]} is empty", "give one")
     if kind == "regex" or _is_itself(kind, argument):
+        if argument != storable(argument):
+            raise UsageError(f"the {FORMS[kind]} holds a NUL or is not UTF-8", "take that out")
         form = Form(kind, argument)
     else:
-        form = Form(kind, _read(argument), argument)
+        form = Form(kind, _read(argument), storable(argument))
     if kind == "json":
         _check_json(form)
     elif kind == "regex":

@@ -6,7 +6,7 @@ import pytest
 
 from exl2chat.chat.completion import complete
 from exl2chat.chat.events import Notice, ShowPage
-from exl2chat.chat.forms import form_of
+from exl2chat.chat.forms import Kind, form_of
 from exl2chat.chat.pages import form_page
 from exl2chat.chat.session import Session
 from exl2chat.errors import UsageError
@@ -114,6 +114,18 @@ def test_what_is_wrong_in_a_file_is_said_with_its_place(
     file.write_bytes(content)
     with pytest.raises(UsageError, match=f"form: .*{complaint}"):
         form_of(kind, str(file))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kind", "text"), [("json", '{"const": "\udcff"}'), ("regex", "\ud800"), ("grammar", "a: \0")])
+def test_what_is_no_text_is_refused(kind: Kind, text: str) -> None:
+    with pytest.raises(UsageError, match="holds a NUL or is not UTF-8"):
+        form_of(kind, text)
+
+
+def test_the_name_of_a_file_need_not_be_text(tmp_path: Path) -> None:
+    file = tmp_path / "schema\udcff"
+    file.write_text("{}")
+    assert form_of("json", str(file)) == Form("json", "{}", f"{tmp_path}/schema?")
 
 
 @pytest.mark.parametrize("name", ["", "\0", "/"])
