@@ -149,6 +149,4 @@ class Picker(ModalScreen[str | None]):
 
 
 def _line(choice: Choice) -> Text:
-    return Text.assemble(
-        scrub_line(choice.label), "  ", (scrub_line(choice.detail), "dim"), no_wrap=True, overflow="ellipsis"
-    )
+    return Text.assemble(scrub_line(choice.label), "  ", (scrub_line(choice.detail), "dim"))

@@ -6,7 +6,6 @@ from typing import Literal, Protocol
 
 from exl2chat.chat import events as chat
 from exl2chat.chat.controller import Controller
-from exl2chat.safetext import scrub_line
 from exl2chat.ui.bars import LoadBar, QueueBar, Status, StatusBar, TitleBar
 from exl2chat.ui.entries import entry_of, speaker
 from exl2chat.ui.prompt import Prompt
@@ -139,7 +138,7 @@ class Presenter:
     def _(self, _: chat.SessionChanged) -> None:
         session, model = self._controller.session, self._controller.model
         self._bars.title.title = (session.title or "new chat") + (" · read-only" if session.read_only else "")
-        self._bars.title.model = scrub_line(f"{model.name} · {model.quantization} · {model.device}") if model else ""
+        self._bars.title.model = (model.name, model.quantization, model.device) if model else ()
 
     @_show.register
     def _(self, event: chat.SettingChanged) -> None:

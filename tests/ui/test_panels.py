@@ -182,3 +182,20 @@ async def test_a_theme_that_is_written_while_the_chat_runs_can_be_put_on(start, 
         (paths.themes / "mine.toml").write_text('extends = "nord"')
         await screen.say("/theme mine")
         await screen.until(lambda: screen.app.theme == "mine")
+
+
+@pytest.mark.parametrize("key", ["f3", "f4", "ctrl+p", "f1"])
+async def test_panels_fit_into_a_small_terminal(start, key) -> None:
+    async with start(size=(40, 10)) as screen:
+        await screen.press(key)
+        await screen.until(lambda: screen.shown("╮"))
+        assert screen.text().count("╭") == screen.text().count("╮")
+
+
+async def test_completions_leave_the_prompt_in_sight_of_a_small_terminal(start) -> None:
+    async with start(size=(40, 10)) as screen:
+        await screen.type("/")
+        await screen.until(lambda: screen.shown("/help"))
+        rows = [row for row in screen.text().split("\n") if row.lstrip().startswith("/")]
+        assert [row.split()[0] for row in rows] == ["/help", "/retry", "/continue"]
+        assert screen.shown("❯ /")
