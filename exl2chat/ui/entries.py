@@ -59,8 +59,8 @@ def clock(created: str) -> str:
 
 
 def choice_of(path: Path, found: SessionSummary | str) -> Choice:
-    """A session file in a list: its title, how long it is and when it changed, local; or why it cannot be opened."""
+    """A session file in a list: its title, when it changed, local, and how long it is; or why it cannot be opened."""
     if isinstance(found, str):
         return Choice(str(path), path.name, f"cannot be read: {found}", disabled=True)
     changed = datetime.fromtimestamp(found.updated).strftime("%Y-%m-%d %H:%M")
-    return Choice(str(path), found.title, f"{found.messages} message{'s' * (found.messages != 1)} · {changed}")
+    return Choice(str(path), found.title, f"{changed} · {found.messages} message{'s' * (found.messages != 1)}")
