@@ -154,7 +154,7 @@ def status_words(status: Status) -> list[str]:
 
 
 def load_words(progress: LoadProgress, seconds: float, width: int) -> str:
-    """Stage, bar, share and seconds of a load; in a narrow line, the beginning of the stage and its share."""
+    """Stage, bar, share and seconds of a load; in a narrow line fewer of them."""
     waited = f"{seconds:.0f} s"
     stage = scrub_line(progress.stage)
     if not progress.total:
@@ -164,9 +164,10 @@ def load_words(progress: LoadProgress, seconds: float, width: int) -> str:
         counts = f"{size(progress.done)} of {size(progress.total)}"
     else:
         counts = f"{progress.done} of {progress.total} {scrub_line(progress.unit)}".rstrip()
-    words = f"{stage} {meter(share, BAR_CELLS)} {share:4.0%} · {counts} · {waited}"
+    words = f"{stage} {meter(share, BAR_CELLS)} {share:4.0%}"
+    more = f"{words} · {counts} · {waited}"
     if cell_len(words) <= width:
-        return words
+        return more if cell_len(more) <= width else words
     beginning = Text(stage)
     beginning.truncate(max(1, width - len(" 100%")), overflow="ellipsis")
     return f"{beginning.plain} {share:4.0%}"

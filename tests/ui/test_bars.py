@@ -25,6 +25,7 @@ def test_load(progress: LoadProgress, words: str) -> None:
 
 
 def test_a_narrow_line_keeps_the_share_of_a_load() -> None:
+    assert load_words(LoadProgress("downloading", 1, 4, ""), 4.0, 40) == f"downloading {meter(0.25, 20)}  25%"
     assert load_words(LoadProgress("downloading weights", 1, 4, ""), 4.0, 20) == "downloading we…  25%"
 
 
