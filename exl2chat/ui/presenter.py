@@ -155,8 +155,7 @@ class Presenter:
 
     @_show.register
     def _(self, event: chat.FillPrompt) -> None:
-        self._prompt.put(event.text)
-        self._prompt.replaces = event.replaces
+        self._prompt.give(event.text, event.replaces)
 
     @_show.register
     def _(self, event: chat.ChooseSession) -> None:
