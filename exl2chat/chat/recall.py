@@ -1,13 +1,24 @@
 """Which settings a session remembers, and how they come back when it is opened."""
 
+import os
 from collections.abc import Mapping
 
+from exl2chat.chat.reply import whole_paths
 from exl2chat.chat.session import Session
 from exl2chat.errors import UsageError
 from exl2chat.link.protocol import ModelInfo
 from exl2chat.settings import BY_NAME, OPTIONS, Settings, Value
 
 RECORDED = frozenset(row.name for row in OPTIONS if row.group in ("chat", "sampling") or row.name == "model")
+
+
+def whole_path(model: str) -> str:
+    """The whole path of a model that is a folder; any other name, and that of the default model, as it is."""
+    path = os.path.expanduser(model)
+    return os.path.abspath(path) if os.path.isdir(path) and model != BY_NAME["model"].default else model
+
+
+FOLDERS = {"model": whole_path, "lora": whole_paths}  # a session is opened from other folders than it was begun in
 
 
 def begun(settings: Settings) -> Settings:
@@ -23,7 +34,8 @@ def recorded(settings: Settings) -> dict[str, Value]:
     """What a session remembers: its own values and what was set in it. A flag that is given when it is opened again is
     neither."""
     chosen = {**settings.layers.get("session", {}), **settings.layers.get("/set", {})}
-    return {"model": settings["model"], **{name: value for name, value in chosen.items() if name in RECORDED}}
+    kept = {"model": settings["model"], **{name: value for name, value in chosen.items() if name in RECORDED}}
+    return {name: FOLDERS[name](str(value)) if value and name in FOLDERS else value for name, value in kept.items()}
 
 
 def with_session(settings: Settings, session: Session) -> Settings:

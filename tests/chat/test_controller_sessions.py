@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +95,22 @@ async def test_a_session_remembers_what_it_began_with_and_no_flag_of_a_later_run
     await chat.say("/set temperature default")
     assert chat.controller.settings.lookup("temperature") == (1.5, "flag")
     assert chat.controller.session.settings == remembered
+
+
+async def test_a_session_finds_its_folders_again_from_another_folder(
+    start: Start, paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "models"
+    for name in ("mine", "smollm2"):
+        (here / name).mkdir(parents=True)
+    monkeypatch.chdir(here)
+    flags = {"model": "mine", "lora": "x:0.5,y"}
+    chat = await (await start(replies("a"), Session.create(paths), Settings().with_layer("flag", flags))).ready()
+    await chat.say("hi", "/model ./mine", "/fork")
+    assert chat.controller.session.settings == {"model": f"{here}/mine", "lora": f"{here}/x:0.5,{here}/y:1.0"}
+    assert [load.model for load in chat.loads] == [f"{here}/mine"]
+    await chat.say("/model smollm2")
+    assert chat.controller.session.settings["model"] == chat.loads[-1].model == "smollm2"
 
 
 async def test_a_session_opened_from_another_keeps_its_own(start: Start, paths: Paths) -> None:
