@@ -27,7 +27,8 @@ PHASES = {
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the status line says. Tokens; seconds; 0 where unknown. `form`: what replies must be, in a word."""
+    """What the status line says. Tokens; seconds; 0 where unknown. `form`: what replies must be, in a word. `editing`:
+    what is typed is to replace a message."""
 
     phase: Phase = "down"
     used: int = 0
@@ -36,6 +37,7 @@ class Status:
     first_token_s: float = 0.0
     queued: int = 0
     form: str = ""
+    editing: bool = False
 
 
 class Line(Widget):
@@ -141,6 +143,8 @@ def status_words(status: Status) -> list[str]:
         words.append("Esc cancels")
     if status.queued:
         words.append(f"{status.queued} queued")
+    if status.editing:
+        words.append("editing")
     if status.form:
         words.append(f"{status.form} only")
     if status.context:

@@ -81,6 +81,7 @@ class Presenter:
             first_token_s=stats.first_token_s if stats else 0.0,
             queued=len(controller.queued),
             form=controller.form.kind if controller.form else "",
+            editing=self._prompt.replaces is not None,
         )
 
     @singledispatchmethod

@@ -42,9 +42,9 @@ async def test_an_edit_whose_text_is_erased_has_ended(start, erase) -> None:
         await screen.say("before")
         await screen.replied()
         await screen.say("/edit")
-        await screen.until(lambda: screen.app.prompt.text == "before")
+        await screen.until(lambda: screen.app.prompt.text == "before" and screen.shown("ready  ·  editing"))
         await screen.press(*erase)
-        await screen.until(lambda: screen.shown("no longer editing"))
+        await screen.until(lambda: screen.shown("no longer editing") and not screen.shown("·  editing"))
         await screen.say("anew")
         await screen.replied(2)
         assert [message.text for message in screen.chat.path[::2]] == ["before", "anew"]
