@@ -196,9 +196,9 @@ class Prompt(TextArea):
         event.stop()
         event.prevent_default()
         text = scrub_controls(event.text)
-        lines = text.count("\n") + 1
+        lines = text.count("\n") + (not text.endswith("\n"))
         if len(text) > PASTE_CHARACTERS or lines > PASTE_LINES:
-            token = f"⟦paste {len(self._pastes) + 1}: {lines} lines, {len(text)} characters⟧"
+            token = f"⟦paste {len(self._pastes) + 1}: {lines} line{'s' * (lines != 1)}, {len(text)} characters⟧"
             self._pastes[token] = text
             text = token
         self.insert(text)
