@@ -119,8 +119,10 @@ class _Screen:
             case ChooseSession(query):
                 for path, found in session_files(self._controller.paths):
                     if isinstance(found, str):
-                        print(f"({scrub_line(path.name)} cannot be read: {scrub_line(found)})", flush=True)
-                    elif query.casefold() in found.title.casefold():
-                        print(f"(/open {scrub_line(found.id)}  {scrub_line(found.title)})", flush=True)
+                        line = f"{path.name} cannot be read: {found}"
+                    else:
+                        line = f"/open {found.id}  {found.title}"
+                    if query.casefold() in line.casefold():
+                        print(f"({scrub_line(line)})", flush=True)
             case ChooseTheme():
                 print("(a plain chat has no colours)", flush=True)

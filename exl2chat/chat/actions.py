@@ -20,7 +20,7 @@ from exl2chat.chat.export import FORMATS, write_export
 from exl2chat.chat.forms import MEANING, Kind, form_of
 from exl2chat.chat.grammar import literal
 from exl2chat.chat.reply import require_loras
-from exl2chat.chat.session import Session, find_session, list_sessions, slug
+from exl2chat.chat.session import Session, find_session, session_files, slug
 from exl2chat.chat.tree import Tree
 from exl2chat.errors import SessionError, UsageError
 from exl2chat.safetext import scrub_line
@@ -101,7 +101,9 @@ async def open_session(controller: "Controller", argument: str) -> None:
     try:
         path = find_session(argument, controller.paths)
     except SessionError:
-        if not any(argument.casefold() in each.title.casefold() for each in list_sessions(controller.paths)):
+        files = session_files(controller.paths)
+        names = (path.name if isinstance(found, str) else found.title for path, found in files)
+        if not any(argument.casefold() in name.casefold() for name in names):
             raise
         controller.emit(ChooseSession(argument))
         return

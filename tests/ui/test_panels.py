@@ -125,9 +125,10 @@ async def test_a_session_file_that_cannot_be_read_is_listed_with_the_reason_and_
         assert names == ["lost.jsonl", "newer", "older", "damaged.jsonl", "oldest"]
         await screen.press("down", "down", "up", "down", "enter")
         await screen.until(lambda: [message.text for message in screen.chat.path] == ["oldest"])
-        await screen.press("f3")
+        await screen.say("/open damage")
         await screen.until(lambda: isinstance(screen.app.screen, Picker) and screen.shown("damaged.jsonl"))
-        await screen.press(*"damaged", "down", "enter")
+        assert not screen.shown("lost.jsonl")
+        await screen.press("down", "enter")
         assert isinstance(screen.app.screen, Picker)
 
 
