@@ -15,7 +15,7 @@ from exl2chat.ui.keys import keys_page
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "exl2chat"
 
-FOUNDATION = ("exl2chat", "errors", "settings", "paths", "progress", "safetext")
+FOUNDATION = ("exl2chat", "errors", "settings", "paths", "progress", "safetext", "expressions")
 
 # A module is governed by the longest key that it begins with; it may import itself, the foundation and what is listed.
 ALLOWED = {

@@ -19,19 +19,19 @@ Clock = Callable[[], float]
 
 
 class Script:
-    """Drafts of a known sequence, or of the ids after those."""
+    """Drafts of a known sequence, or of other tokens than those."""
 
     is_model = False
 
     def __init__(self, sequence: Sequence[int], right: bool) -> None:
-        self._sequence, self._shift = sequence, 0 if right else 1
+        self._sequence = sequence if right else [abs(token - 1) for token in sequence]
 
     def begin(self, chooser: object) -> bool:  # noqa: ARG002
         """Nothing depends on it."""
         return True
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        return [token + self._shift for token in self._sequence[len(tokens) : len(tokens) + count]]
+        return list(self._sequence[len(tokens) : len(tokens) + count])
 
 
 class ScriptedReply:
