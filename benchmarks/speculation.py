@@ -3,14 +3,13 @@
     python benchmarks/speculation.py MODEL_FOLDER [--device cpu] [--dtype float32] [--tokens 128] [--rounds 5]
 
 Replies with and without drafts take turns, since the machine may be shared; medians are compared, by the time of the
-CPU on a CPU with one thread (OMP_NUM_THREADS=1), where other work on the machine changes it less. The synthetic drafts
-follow a script: the token of the script is taken whatever the sampler draws, which it does all the same. `alike` is how
-many tokens a reply with n-grams begins with that the reply without has too: all of them, but for rounding.
+CPU on a CPU with one thread (OMP_NUM_THREADS=1), where other work on the machine changes it less. `alike` is how many
+tokens a reply with n-grams begins with that the reply without has too: all of them, but for rounding.
 """
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -18,9 +17,7 @@ from exl2chat.engine.decoders import MOST_DRAFTS
 from exl2chat.engine.drafting import common_prefix
 from exl2chat.engine.generators.streaming import StreamingGenerator
 from exl2chat.engine.loader import LoadedModel, plan_load
-from exl2chat.engine.pace import Pace
-from exl2chat.engine.sampler import Sampler
-from exl2chat.engine.speculation import SpeculativeLogits
+from exl2chat.engine.speculation_benchmark import in_turns, measure_drafts
 from exl2chat.engine.step_logits import StepLogits
 from exl2chat.paths import Paths
 from exl2chat.progress import silent
@@ -35,20 +32,6 @@ PROMPTS = {
     "prose": "Tell me a story about a lighthouse keeper and a storm.",
 }
 SAMPLING = Sampling(temperature=0.8, top_p=0.95, seed=1)
-
-
-class Script:
-    """Drafts of a known sequence, or of other tokens than those."""
-
-    def __init__(self, sequence: Sequence[int], right: bool) -> None:
-        self._sequence, self._shift = sequence, 0 if right else 1
-
-    def begin(self, chooser: object) -> bool:  # noqa: ARG002
-        """Nothing depends on it."""
-        return True
-
-    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        return [token + self._shift for token in self._sequence[len(tokens) : len(tokens) + count]]
 
 
 def main() -> None:
@@ -78,31 +61,15 @@ def show_rows(model: LoadedModel) -> None:
     def step(drafts: int) -> None:
         steps.on_host(steps.rows(prompt, prompt[:drafts])[0])
 
-    times = {drafts: in_turns([lambda drafts=drafts: step(drafts)], 9)[0] for drafts in range(MOST_DRAFTS + 1)}  # type: ignore[misc]
-    print("ms a step of 1, 2, ... rows: " + ", ".join(f"{1e3 * seconds:.1f}" for seconds in times.values()))
+    times = [in_turns([partial(step, drafts)], 9, time.process_time)[0] for drafts in range(MOST_DRAFTS + 1)]
+    print("ms a step of 1, 2, ... rows: " + ", ".join(f"{1e3 * median(seconds):.1f}" for seconds in times))
 
 
 def show_scripts(model: LoadedModel, count: int, rounds: int) -> None:
     """Always right and always wrong, against no drafts."""
-    prompt = model.encode_turns([("user", PROMPTS["prose"])])
-    script = (prompt * (1 + count))[: len(prompt) + count]
-    steps = StepLogits(model.transformer, model.cache, model.checkpoint.config.vocab_size)
-    paces = {right: Pace(MOST_DRAFTS) for right in (True, False)}
-
-    def reply(right: bool | None) -> None:
-        logits: StepLogits | SpeculativeLogits = steps
-        if right is not None:
-            logits = SpeculativeLogits(steps, model.cache, Script(script, right), paces[right], len(script))
-        tokens, sampler = list(prompt), Sampler(SAMPLING, prompt)
-        model.cache.truncate(len(prompt) - 1)
-        while len(tokens) < len(script):
-            logits.queue(tokens)
-            sampler.sample(logits.take(), len(tokens))
-            tokens.append(script[len(tokens)])
-
-    model.cache.truncate(0)
-    off, right, wrong = in_turns([lambda: reply(None), lambda: reply(True), lambda: reply(False)], rounds)
-    print(f"no drafts {count / off:.1f} tokens/s; always right {off / right:.2f}x, always wrong {off / wrong:.3f}x")
+    right, wrong = measure_drafts(model.transformer, model.cache, 128, count, rounds, time.process_time)
+    off = 1e6 / right.ceiling_microseconds
+    print(f"no drafts {off:.1f} tokens/s; always right {right.ratio:.2f}x, always wrong {wrong.ratio:.3f}x")
 
 
 def show_ngrams(model: LoadedModel, name: str, prompt: list[int], count: int, rounds: int) -> None:
@@ -119,26 +86,14 @@ def show_ngrams(model: LoadedModel, name: str, prompt: list[int], count: int, ro
         while not generator.stream_ex().eos:
             pass
 
-    off, ngram = in_turns([lambda: reply(generators[0]), lambda: reply(generators[1])], rounds)
+    works = [partial(reply, generator) for generator in generators]
+    off, ngram = (median(seconds) for seconds in in_turns(works, rounds, time.process_time))
     plain, drafted = (generator.tokens[len(prompt) :] for generator in generators)
     told = generators[1].speculated
     print(
         f"n-grams, {name}: {count / off:.1f} to {count / ngram:.1f} tokens/s, {off / ngram:.2f}x; {told.accepted} of "
         f"{told.drafted} drafts accepted; alike {common_prefix(plain, drafted)} of {count}"
     )
-
-
-def in_turns(
-    works: Sequence[Callable[[], None]], rounds: int, clock: Callable[[], float] = time.process_time
-) -> list[float]:
-    """Median seconds of each, after one round that does not count."""
-    seconds: list[list[float]] = [[] for _ in works]
-    for _ in range(1 + rounds):
-        for work, times in zip(works, seconds, strict=True):
-            started = clock()
-            work()
-            times.append(clock() - started)
-    return [median(times[1:]) for times in seconds]
 
 
 if __name__ == "__main__":

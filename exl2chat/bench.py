@@ -163,7 +163,8 @@ def show_report(report: Report) -> None:
 def _kinds(report: Report, ceiling: str) -> list[str]:
     """Which rows are measured against it."""
     names = [row["name"] for row in report["rows"] if row["ceiling"] == ceiling]
-    return list(dict.fromkeys("prompts" if name.startswith("prompt") else "replies" for name in names))
+    kinds = ("prompts" if name.startswith("prompt") else "drafts" if "drafts" in name else "replies" for name in names)
+    return list(dict.fromkeys(kinds))
 
 
 def as_table(report: Report) -> Table:

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         paths = Paths.default(args.home)
         flags = {option.name: getattr(args, option.name) for option in OPTIONS if hasattr(args, option.name)}
         # Where config.toml is can be asked for while it is broken.
-        settings = load_settings(flags, paths.config_file) if args.command.reads_settings else Settings()
+        settings = load_settings(flags, paths) if args.command.reads_settings else Settings()
         status: int = importlib.import_module(args.command.module).main(args, settings, paths)
         sys.stdout.flush()
     except ChatError as fault:

@@ -111,7 +111,7 @@ def attempt(name: str, check: Check) -> Finding:
 
 
 def check_settings(paths: Paths) -> Finding:
-    load_settings({}, paths.config_file)
+    load_settings({}, paths)
     there = "" if paths.config_file.exists() else " (not there: all defaults)"
     return Finding("settings", f"{paths.config_file}{there}")
 

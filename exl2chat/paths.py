@@ -1,6 +1,7 @@
 """Where things live, and how a private file is made."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +62,15 @@ class Paths:
     @property
     def log(self) -> Path:
         return self.state / "engine.log"
+
+
+def theme_files(paths: Paths) -> Mapping[str, Path]:
+    """Every theme there is, by name, which is the file's stem: those of the package or, in a checkout, of its folder
+    `themes`; one of the user's takes the place of another of its name."""
+    package = Path(__file__).parent
+    bundled = package / "_themes"
+    folders = (bundled if bundled.is_dir() else package.parent / "themes", paths.themes)
+    return {file.stem: file for folder in folders for file in sorted(folder.glob("*.toml"))}
 
 
 def home_folder(text: str) -> Path:

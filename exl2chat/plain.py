@@ -23,7 +23,7 @@ from exl2chat.chat.events import (
     ReplyText,
     ShowPage,
 )
-from exl2chat.chat.session import list_sessions
+from exl2chat.chat.session import session_files
 from exl2chat.safetext import Scrubber, scrub, scrub_line
 
 
@@ -117,8 +117,12 @@ class _Screen:
                 for message in self._controller.path[-2:]:
                     print(f"({message.role}: {scrub_line(message.text)[:200]})", flush=True)
             case ChooseSession(query):
-                for saved in list_sessions(self._controller.paths):
-                    if query.casefold() in saved.title.casefold():
-                        print(f"(/open {saved.id}  {scrub_line(saved.title)})", flush=True)
+                for path, found in session_files(self._controller.paths):
+                    if isinstance(found, str):
+                        line = f"{path.name} cannot be read: {found}"
+                    else:
+                        line = f"/open {found.id}  {found.title}"
+                    if query.casefold() in line.casefold():
+                        print(f"({scrub_line(line)})", flush=True)
             case ChooseTheme():
                 print("(a plain chat has no colours)", flush=True)

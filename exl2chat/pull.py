@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from exl2chat.model import hub, smollm2
+from exl2chat.model import hub
 from exl2chat.paths import Paths
 from exl2chat.progress import Progress
 from exl2chat.safetext import scrub, scrub_line
@@ -24,20 +24,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "reference",
         nargs="?",
-        default=smollm2.NAME,
-        help="org/name, org/name@revision, org/name:4.0bpw or smollm2, which is the default",
+        help="org/name, org/name@revision, org/name:4.0bpw or smollm2; without it, what EXL2CHAT_MODEL or the setting "
+        "`model` says (default smollm2)",
     )
     parser.add_argument("--list", action="store_true", help="list the models that are here, and fetch nothing")
 
 
-def main(args: argparse.Namespace, _settings: Settings, paths: Paths) -> int:
+def main(args: argparse.Namespace, settings: Settings, paths: Paths) -> int:
     """Fetch the model, a bar on stderr, and print its folder on stdout; or print the list. ModelError on failure."""
     if args.list:
         for name, folder in hub.local_models(paths):
             print(scrub(f"{name}\t{_size(folder) / MEGABYTE:.0f} MB\t{folder}"))
         return 0
+    wanted = settings["model"] if args.reference is None else args.reference
     with bar(Console(stderr=True)) as progress:
-        folder = hub.resolve(args.reference, paths, progress)
+        folder = hub.resolve(wanted, paths, progress)
     print(scrub_line(str(folder)))
     return 0
 

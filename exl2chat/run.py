@@ -65,7 +65,7 @@ def answer_in(
 ) -> int:
     """Answer the prompt as the next message of `session`; the exit status."""
     controller = Controller(choose_engine(args.engine, paths), settings, paths, session)
-    controller.form = form
+    controller.form = form or session.form
     return asyncio.run(answer(read_prompt(args.prompt), controller, args.json, args.stats))
 
 

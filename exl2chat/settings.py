@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from exl2chat.errors import UsageError
+from exl2chat.paths import Paths, theme_files
 
 Origin = Literal["default", "model", "config.toml", "session", "environment", "flag", "/set"]
 Value = str | int | float | bool | None
@@ -300,12 +301,22 @@ class Settings:
         return Sampling(**{row.name: self[row.name] for row in OPTIONS if row.group == "sampling"})
 
 
-def load_settings(flags: Mapping[str, Value], config_file: Path, environ: Mapping[str, str] | None = None) -> Settings:
+def load_settings(flags: Mapping[str, Value], paths: Paths, environ: Mapping[str, str] | None = None) -> Settings:
     """config.toml, environment and flags as one stack. UsageError names the file, the field and the remedy."""
     env = os.environ if environ is None else environ
-    settings = Settings().with_layer("config.toml", read_config(config_file))
+    from_file = read_config(paths.config_file)
     from_env = {row.name: row.parse(env[row.env], row.env) for row in OPTIONS if row.env in env}
-    return settings.with_layer("environment", from_env).with_layer("flag", flags)
+    theme = BY_NAME["theme"]
+    for values, where in ((from_file, str(paths.config_file)), (from_env, theme.env), (flags, theme.flag)):
+        if theme.name in values:
+            require_theme(values[theme.name], where, paths)
+    return Settings({"config.toml": from_file}).with_layer("environment", from_env).with_layer("flag", flags)
+
+
+def require_theme(name: Value, where: str, paths: Paths) -> None:
+    """UsageError naming `where` when there is no theme called `name`."""
+    if name not in (themes := theme_files(paths)):
+        raise UsageError(f"{where}: there is no theme '{name}'", f"there are {', '.join(themes)}")
 
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
@@ -66,8 +65,7 @@ def _complete_models(controller: "Controller", paths: Paths) -> None:
     def look() -> None:
         from exl2chat.model.hub import local_models
 
-        models = tuple(name for name, _ in local_models(paths))
-        controller.names = dataclasses.replace(controller.names, models=models)
+        controller.models = tuple(name for name, _ in local_models(paths))
 
     def hear(event: "ChatEvent") -> None:
         if isinstance(event, ModelReady):

@@ -15,7 +15,7 @@ from exl2chat.ui.keys import keys_page
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "exl2chat"
 
-FOUNDATION = ("exl2chat", "errors", "settings", "paths", "progress", "safetext")
+FOUNDATION = ("exl2chat", "errors", "settings", "paths", "progress", "safetext", "expressions")
 
 # A module is governed by the longest key that it begins with; it may import itself, the foundation and what is listed.
 ALLOWED = {
@@ -55,8 +55,7 @@ CONFINED = {
     "huggingface_hub": ("model",),
 }
 
-# huggingface_hub takes its settings from the environment alone, at its import.
-READ_ENVIRONMENT = ("settings", "paths", "model.hub_client")
+READ_ENVIRONMENT = ("settings", "paths")
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 

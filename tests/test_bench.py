@@ -11,6 +11,7 @@ from exl2chat.engine import placement, shapes
 from exl2chat.engine.shapes import SHAPES
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
+DRAFTS = ["reply with drafts always right", "reply with drafts always wrong"]
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def test_json_is_one_object_on_stdout(
     assert run(model, *flags, "--json", tmp_path=tmp_path) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["device"], report["dtype"], report["threads"] > 0) == ("cpu", dtype, True)
-    assert names(report) == ["prompt of 512", "reply at context 128", "reply at context 1024"]
+    assert names(report) == ["prompt of 512", "reply at context 128", "reply at context 1024", *DRAFTS]
     for row in report["rows"]:
         assert row["ratio"] == pytest.approx(row["ceiling_microseconds"] / row["microseconds"], rel=0.01)
         assert row["tokens_per_second"] == pytest.approx(row["rows"] * 1e6 / row["microseconds"], rel=0.01)
@@ -53,14 +54,23 @@ def test_the_table_names_the_model_and_both_contexts(tmp_path: Path, capsys: pyt
     assert errors == ""
     assert [line for line in shown.splitlines() if not line.strip()] == []
     assert "of one" not in shown  # several tokens at once are measured on a GPU only
-    for text in ("llama-3.0bpw-exl2", "EXL2", "bfloat16", "prompt of 512", "reply at context 1024", "load", "MiB"):
+    for text in (
+        "llama-3.0bpw-exl2",
+        "EXL2",
+        "bfloat16",
+        "prompt of 512",
+        "reply at context 1024",
+        "load",
+        "MiB",
+        "ceiling of drafts: the same",
+    ):
         assert text in shown
 
 
 def test_a_context_bounds_what_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("llama-3.0bpw-exl2", "--json", "--ctx", "256", tmp_path=tmp_path) == 0
     report = json.loads(capsys.readouterr().out)
-    assert names(report) == ["prompt of 256", "reply at context 128"]
+    assert names(report) == ["prompt of 256", "reply at context 128", *DRAFTS]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -68,7 +78,7 @@ def test_a_shape_needs_no_model(dtype: str, tmp_path: Path, capsys: pytest.Captu
     flags = ["bench", "--shape", "tiny", "--device", "cpu", "--dtype", dtype, "--json", "--home", str(tmp_path)]
     assert cli.main(flags) == 0
     report = json.loads(capsys.readouterr().out)
-    assert len(names(report)) == 3
+    assert len(names(report)) == 5
     assert "tiny" in report["model"]
     assert report["weight_bytes"] == SHAPES["tiny"].weight_bytes(torch.device("cpu"), getattr(torch, dtype))
 

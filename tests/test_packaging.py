@@ -48,8 +48,7 @@ def test_every_file_of_the_package_is_there(packages, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_the_themes_are_found(packages, way, tmp_path):
     code = (
-        "import sys, exl2chat; from pathlib import Path; from exl2chat.paths import Paths\n"
-        "from exl2chat.ui.themes import theme_files\n"
+        "import sys, exl2chat; from pathlib import Path; from exl2chat.paths import Paths, theme_files\n"
         "print(exl2chat.__file__, *sorted(theme_files(Paths.default(Path(sys.argv[1])))))"
     )
     command = [sys.executable, "-P", "-c", code, str(tmp_path)]

@@ -19,10 +19,10 @@ def paths(tmp_path: Path) -> Paths:
     return Paths.default(tmp_path / "home")
 
 
-def run(paths: Paths, *arguments: str) -> int:
+def run(paths: Paths, *arguments: str, settings: Settings | None = None) -> int:
     parser = argparse.ArgumentParser()
     pull.add_arguments(parser)
-    return pull.main(parser.parse_args(arguments), Settings(), paths)
+    return pull.main(parser.parse_args(arguments), settings or Settings(), paths)
 
 
 def test_the_default_model_that_is_there_is_printed(paths: Paths, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,6 +38,16 @@ def test_a_folder_is_printed_and_nothing_else(paths: Paths, tmp_path: Path, caps
     output = capsys.readouterr()
     assert output.out == f"{tmp_path}\n"
     assert "\x1b" not in output.err
+
+
+def test_without_a_reference_the_model_of_the_settings_is_meant(
+    paths: Paths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = Settings().with_layer("environment", {"model": str(tmp_path)})
+    assert run(paths, settings=settings) == 0
+    assert capsys.readouterr().out == f"{tmp_path}\n"
+    with pytest.raises(ModelError, match="neither a folder nor a model on the hub"):
+        run(paths, "", settings=settings)
 
 
 def test_what_cannot_be_had_is_an_error(paths: Paths, capsys: pytest.CaptureFixture[str]) -> None:

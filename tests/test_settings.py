@@ -6,7 +6,16 @@ import msgspec
 import pytest
 
 from exl2chat.errors import UsageError
+from exl2chat.paths import Paths
 from exl2chat.settings import LAYERS, Sampling, Settings, load_settings, option, read_config, unknown_variables
+
+
+def configured(home: Path, text: str) -> Paths:
+    """The folders of an installation whose config.toml is `text`."""
+    paths = Paths.default(home)
+    paths.config.mkdir()
+    paths.config_file.write_bytes(text.encode("utf-8", "surrogatepass"))
+    return paths
 
 
 def test_the_later_layer_holds_and_says_so() -> None:
@@ -22,12 +31,36 @@ def test_what_nobody_set_is_what_the_sampler_takes_by_itself() -> None:
 
 
 def test_file_environment_and_flags_stack(tmp_path: Path) -> None:
-    config = tmp_path / "config.toml"
-    config.write_text("top_k = 1\nmin_p = 1\nseed = 1\n")
+    paths = configured(tmp_path, "top_k = 1\nmin_p = 1\nseed = 1\n")
     environ = {"EXL2CHAT_MIN_P": "0.5", "EXL2CHAT_SEED": "2", "EXL2CHAT_UNKNOWN": "x"}
-    settings = load_settings({"seed": 3}, config, environ)
+    settings = load_settings({"seed": 3}, paths, environ)
     assert (settings["top_k"], settings["min_p"], settings["seed"]) == (1, 0.5, 3)
     assert isinstance(settings.sampling().min_p, float)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "config", "where"),
+    [
+        ({"theme": "nosuch"}, {"EXL2CHAT_THEME": "nord"}, "", "--theme"),
+        ({"theme": "nord"}, {"EXL2CHAT_THEME": "nosuch"}, "", "EXL2CHAT_THEME"),
+        ({"theme": "nord"}, {}, "theme = 'nosuch'", "{file}"),
+    ],
+)
+def test_a_theme_that_is_not_there_is_named_with_those_that_are(
+    tmp_path: Path, flags: dict[str, str], environ: dict[str, str], config: str, where: str
+) -> None:
+    paths = configured(tmp_path, config)
+    with pytest.raises(UsageError) as caught:
+        load_settings(flags, paths, environ)
+    assert caught.value.message == f"{where.format(file=paths.config_file)}: there is no theme 'nosuch'"
+    assert {"exl2-dark", "exl2-light", "nord"} <= set(caught.value.remedy.replace(",", "").split())
+
+
+def test_a_theme_of_the_user_s_is_one(tmp_path: Path) -> None:
+    paths = configured(tmp_path, "theme = 'mine'")
+    paths.themes.mkdir()
+    (paths.themes / "mine.toml").touch()
+    assert load_settings({}, paths, {})["theme"] == "mine"
 
 
 @pytest.mark.parametrize(
@@ -63,10 +96,9 @@ def test_a_variable_that_sets_nothing_is_named_with_the_nearest_that_does(name: 
     ],
 )
 def test_a_bad_config_file_is_named_in_one_line(tmp_path: Path, text: str) -> None:
-    config = tmp_path / "config.toml"
-    config.write_bytes(text.encode("utf-8", "surrogatepass"))
+    paths = configured(tmp_path, text)
     with pytest.raises(UsageError, match=r"config\.toml") as caught:
-        load_settings({}, config, {})
+        load_settings({}, paths, {})
     assert "\n" not in str(caught.value)
 
 
@@ -94,7 +126,7 @@ def test_a_bad_config_file_is_told_in_the_words_of_the_file(tmp_path: Path, data
 
 def test_a_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Is a directory"):
-        load_settings({}, tmp_path, {})
+        read_config(tmp_path)
 
 
 def test_an_optional_value_can_be_unset() -> None:

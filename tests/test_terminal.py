@@ -168,6 +168,23 @@ def test_a_plain_chat_asks_before_it_leaves_a_reply(chat, tmp_path):
     assert [text for _, text in messages(tmp_path)] == ["hello", "half", "and then"]
 
 
+def test_a_plain_chat_lists_chats_and_those_that_cannot_be_read(chat, tmp_path):
+    sessions = tmp_path / "home" / "data" / "sessions"
+    sessions.mkdir(parents=True)
+    (sessions / "torn.jsonl").write_bytes(b"torn")
+    terminal = chat("--plain", script=Script(replies=((Say("Noted."),),)))
+    terminal.type("remember the milk\n")
+    terminal.see("Noted.")
+    terminal.type("/open\n")
+    terminal.until(lambda: "remember the milk)" in terminal.text)
+    terminal.see("(torn.jsonl cannot be read: no message is in it)")
+    terminal.type("/open the milk\n")
+    terminal.see("remember the milk)")
+    terminal.type("/quit\n")
+    assert terminal.leave() == 0
+    assert terminal.record.count("cannot be read") == 1
+
+
 def test_a_saved_chat_is_resumed(chat, tmp_path):
     script = Script(replies=((Say("Noted."),),))
     terminal = chat(script=script)

@@ -20,11 +20,11 @@ from exl2chat.chat.export import FORMATS, write_export
 from exl2chat.chat.forms import MEANING, Kind, form_of
 from exl2chat.chat.grammar import literal
 from exl2chat.chat.reply import require_loras
-from exl2chat.chat.session import Session, find_session, list_sessions, slug
+from exl2chat.chat.session import Session, find_session, session_files, slug
 from exl2chat.chat.tree import Tree
 from exl2chat.errors import SessionError, UsageError
 from exl2chat.safetext import scrub_line
-from exl2chat.settings import Value, option
+from exl2chat.settings import Value, option, require_theme
 
 if TYPE_CHECKING:
     from exl2chat.chat.controller import Controller
@@ -101,7 +101,9 @@ async def open_session(controller: "Controller", argument: str) -> None:
     try:
         path = find_session(argument, controller.paths)
     except SessionError:
-        if not any(argument.casefold() in each.title.casefold() for each in list_sessions(controller.paths)):
+        files = session_files(controller.paths)
+        names = (path.name if isinstance(found, str) else found.title for path, found in files)
+        if not any(argument.casefold() in name.casefold() for name in names):
             raise
         controller.emit(ChooseSession(argument))
         return
@@ -207,12 +209,11 @@ async def _shape(controller: "Controller", kind: Kind, argument: str) -> None:
     """Show what the next replies must be, change it, or let them be anything again."""
     if not argument:
         controller.emit(ShowPage("Form of replies", pages.form_page(controller.form)))
-    elif argument == "off":
-        controller.form = None
-        controller.emit(Notice("replies may be anything again"))
-    else:
-        controller.form = form_of(kind, argument)
-        controller.emit(Notice(f"from the next reply on: {MEANING[kind]}; `/{kind} off` ends it"))
+        return
+    controller.form = None if argument == "off" else form_of(kind, argument)
+    controller.remember()
+    changed = f"from the next reply on: {MEANING[kind]}; `/{kind} off` ends it"
+    controller.emit(Notice(changed if controller.form else "replies may be anything again"))
 
 
 async def lora(controller: "Controller", argument: str) -> None:
@@ -231,7 +232,7 @@ async def theme(controller: "Controller", argument: str) -> None:
     if not argument:
         controller.emit(ChooseTheme())
     else:
-        _require_theme(controller, argument)
+        require_theme(argument, "/theme", controller.paths)
         await controller.change_settings(controller.settings.with_value("/set", "theme", argument))
 
 
@@ -239,16 +240,9 @@ async def leave(controller: "Controller", _: str) -> None:
     controller.emit(QuitRequested())
 
 
-def _require_theme(controller: "Controller", name: Value) -> None:
-    """UsageError when the front end has told its themes and `name` is none of them."""
-    known = controller.names.themes
-    if known and name not in known:
-        raise UsageError(f"/theme: there is no theme '{name}'", ", ".join(known))
-
-
 async def _change(controller: "Controller", name: str, value: Value) -> None:
     if name == "theme":
-        _require_theme(controller, value)
+        require_theme(value, "/set", controller.paths)
     elif name == "lora":
         require_loras(str(value or ""))
     await controller.change_settings(controller.settings.with_value("/set", name, value))

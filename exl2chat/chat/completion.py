@@ -1,7 +1,7 @@
 """What a half-typed command could become."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -9,7 +9,7 @@ from pathlib import Path
 from exl2chat.chat.commands import BY_NAME, COMMANDS, Command, usage
 from exl2chat.chat.export import FORMATS
 from exl2chat.chat.session import saved_sessions
-from exl2chat.paths import Paths
+from exl2chat.paths import Paths, theme_files
 from exl2chat.settings import BY_NAME as SETTINGS
 from exl2chat.settings import OPTIONS
 
@@ -26,16 +26,11 @@ class Completion:
     help: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Words that only the front end knows."""
+def complete(line: str, models: Sequence[str], paths: Paths) -> list[Completion]:
+    """The completions of `line`, the text before the cursor; none when it is not the beginning of a command.
 
-    models: tuple[str, ...] = ()
-    themes: tuple[str, ...] = ()
-
-
-def complete(line: str, names: Names, paths: Paths) -> list[Completion]:
-    """The completions of `line`, the text before the cursor; none when it is not the beginning of a command."""
+    `models` are the names of those that are here.
+    """
     if not line.startswith("/") or "\n" in line:
         return []
     name, space, typed = line[1:].partition(" ")
@@ -56,9 +51,9 @@ def complete(line: str, names: Names, paths: Paths) -> list[Completion]:
                 *_files(typed, f"/{name} "),
             ]
         case "model":
-            return _matching(typed, f"/{name} ", ((word, "") for word in names.models))
+            return _matching(typed, f"/{name} ", ((word, "") for word in models))
         case "theme":
-            return _matching(typed, f"/{name} ", ((word, "") for word in names.themes))
+            return _matching(typed, f"/{name} ", ((word, "") for word in theme_files(paths)))
         case "setting" if space:
             return _matching(second, f"/{name} {first} ", _values(first))
         case "export" if space:

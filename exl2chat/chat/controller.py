@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from exl2chat.chat import commands
-from exl2chat.chat.completion import Completion, Names, complete
+from exl2chat.chat.completion import Completion, complete
 from exl2chat.chat.events import (
     ChatEvent,
     LoadProgress,
@@ -32,7 +32,7 @@ from exl2chat.chat.events import (
 from exl2chat.chat.faults import fault_in, log_fault
 from exl2chat.chat.loads import Loads, load_request, put_back
 from exl2chat.chat.outbox import Outbox
-from exl2chat.chat.recall import chosen_values, with_model, with_session
+from exl2chat.chat.recall import recorded, with_model, with_session
 from exl2chat.chat.reply import Reply, request
 from exl2chat.chat.session import Session, new_id, storable
 from exl2chat.errors import ChatError, ContextError, SessionError, UsageError, error_for
@@ -47,21 +47,18 @@ Listener = Callable[[ChatEvent], None]
 class Controller:
     """One chat: a session, an engine and the settings. The TUI, `run` and the tests are its consumers.
 
-    `form` is what the next replies must be; None: anything. `names` are the words completion may offer that only the
-    front end knows (models on disk, themes).
+    `form` is what the next replies must be, None: anything; `models` are names of models here, for completion.
     """
 
-    def __init__(
-        self, engine: wire.Engine, settings: Settings, paths: Paths, session: Session, names: Names | None = None
-    ) -> None:
+    def __init__(self, engine: wire.Engine, settings: Settings, paths: Paths, session: Session) -> None:
         self.paths = paths
         self.session = session
         self.settings = with_session(settings, session)
-        self.names = names or Names()
+        self.models: tuple[str, ...] = ()
         self.model: wire.ModelInfo | None = None
         self.phase: Phase = "down"
         self.last_stats: wire.Stats | None = None
-        self.form: wire.Form | None = None
+        self.form = session.form
         self._engine = engine
         self._listeners: list[Listener] = []
         self._outbox = Outbox(self)
@@ -156,7 +153,7 @@ class Controller:
 
     def complete(self, line: str, cursor: int) -> list[Completion]:
         """What the text before `cursor` could become."""
-        return complete(line[:cursor], self.names, self.paths)
+        return complete(line[:cursor], self.models, self.paths)
 
     # What the actions (`exl2chat.chat.actions`) are made of
 
@@ -210,8 +207,7 @@ class Controller:
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(32))
         shown = self.path
-        name = self.model.name if self.model else ""
-        self._reply = Reply(new_id(), parent, start, sampling.seed or 0, name)
+        self._reply = Reply(new_id(), parent, start, sampling.seed or 0, self.model.name if self.model else "")
         self.phase = "prefill"
         if self.path != shown:
             self.emit(PathChanged())
@@ -226,8 +222,12 @@ class Controller:
         """Let `settings` hold and save them; a change of what is loaded loads anew. UsageError if a reply runs then."""
         if self._reply and load_request(settings) != self._loads.wanted:
             raise UsageError("a reply is on its way", "stop it first")
-        self.session.record_settings(chosen_values(settings))
+        self.session.record_settings(recorded(settings), self.form)
         await self._use(settings)
+
+    def remember(self) -> None:
+        """Record in the session what is set in it; it holds again when that is opened."""
+        self.session.record_settings(recorded(self.settings), self.form)
 
     async def change_session(self, session: Session) -> None:
         """Show another session, with the settings recorded in it.
@@ -246,6 +246,7 @@ class Controller:
         self.emit(PathChanged())
         for line in session.notices:
             self.emit(Notice(line, "warning"))
+        self.form = session.form if session.settings else self.form
         await self._use(with_session(self.settings, session))
 
     async def enqueue(self, line: str, replaces: str | None = None) -> None:
@@ -328,7 +329,7 @@ class Controller:
         self.settings = with_model(self.settings, event.model)
         if news == "kept" and self._loads.held:
             self._take_settings(put_back(self.settings, self._loads.held))
-            self.session.record_settings(chosen_values(self.settings))
+            self.remember()
         self.emit(ModelReady(event.model, event.seconds))
         if event.note:
             self.emit(Notice(event.note, "warning"))

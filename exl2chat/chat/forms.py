@@ -4,6 +4,7 @@ import json
 import os
 from typing import Literal
 
+from exl2chat.chat.session import storable
 from exl2chat.errors import UsageError
 from exl2chat.link.protocol import Form
 
@@ -26,9 +27,11 @@ def form_of(kind: Kind, argument: str) -> Form:
     if not argument.strip():
         raise UsageError(f"the {FORMS[kind]} is empty", "give one")
     if kind == "regex" or _is_itself(kind, argument):
+        if argument != storable(argument):
+            raise UsageError(f"the {FORMS[kind]} holds a NUL or is not UTF-8", "take that out")
         form = Form(kind, argument)
     else:
-        form = Form(kind, _read(argument), argument)
+        form = Form(kind, _read(argument), storable(argument))
     if kind == "json":
         _check_json(form)
     elif kind == "regex":
@@ -71,9 +74,9 @@ def _check_json(form: Form) -> None:
 
 
 def _check_regex(form: Form) -> None:
-    from llguidance import LLMatcher, regex_to_lark  # it takes 50 ms to import, and few chats use it
+    from llguidance import LLMatcher  # it takes 50 ms to import, and few chats use it
 
-    lark = f"start: /{regex_to_lark(form.text, use_ascii='')}/"
-    if fault := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(lark)):
-        reason = fault.rpartition("\nerror: ")[2].partition("\n")[0]
-        raise UsageError(f"regular expression '{form.text:.80}': {reason:.200}", "correct it or use something simpler")
+    from exl2chat.expressions import regex_as_lark, regex_reason
+
+    if fault := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(regex_as_lark(form.text))):
+        raise UsageError(f"regular expression{regex_reason(fault)}", "correct it or use something simpler")

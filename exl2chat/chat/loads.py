@@ -3,6 +3,7 @@
 from collections import deque
 from typing import Literal
 
+from exl2chat.chat.recall import whole_path
 from exl2chat.link.protocol import Load, Ready
 from exl2chat.settings import LAYERS, OPTIONS, Settings
 
@@ -53,8 +54,8 @@ class Loads:
 
 def load_request(settings: Settings) -> Load:
     """What is to be loaded by `settings`."""
-    names = ("model", "device", "dtype", "context", "cache", "draft_model", "speculate")
-    return Load(**{name: settings[name] for name in names})
+    names = ("device", "dtype", "context", "cache", "draft_model", "speculate")
+    return Load(whole_path(settings["model"]), **{name: settings[name] for name in names})
 
 
 def put_back(settings: Settings, held: Settings) -> Settings:

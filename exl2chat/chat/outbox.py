@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from exl2chat.chat import commands
 from exl2chat.chat.events import FillPrompt, Message
 from exl2chat.chat.grammar import literal
-from exl2chat.chat.recall import chosen_values
+from exl2chat.chat.recall import begun
 from exl2chat.chat.session import new_id, now
 from exl2chat.errors import SessionError
 
@@ -89,7 +89,9 @@ class Outbox:
         replaced = session.tree.messages.get(replaces or "")
         parent, role = (replaced.parent, replaced.role) if replaced else (session.tree.head, "user")
         message = Message(new_id(), parent, role, text, now())
-        session.record_settings(chosen_values(controller.settings))
+        if not session.tree.messages:
+            controller.settings = begun(controller.settings)
+        controller.remember()
         controller.add_message(message)
         return message
 

@@ -1,7 +1,9 @@
 """Which settings a session remembers, and how they come back when it is opened."""
 
+import os
 from collections.abc import Mapping
 
+from exl2chat.chat.reply import whole_paths
 from exl2chat.chat.session import Session
 from exl2chat.errors import UsageError
 from exl2chat.link.protocol import ModelInfo
@@ -10,12 +12,30 @@ from exl2chat.settings import BY_NAME, OPTIONS, Settings, Value
 RECORDED = frozenset(row.name for row in OPTIONS if row.group in ("chat", "sampling") or row.name == "model")
 
 
-def chosen_values(settings: Settings) -> dict[str, Value]:
-    """The model, and what else of the recorded settings somebody chose: defaults stay free to change."""
-    found = {name: settings.lookup(name) for name in BY_NAME if name in RECORDED}
-    return {
-        name: value for name, (value, origin) in found.items() if name == "model" or origin not in ("default", "model")
-    }
+def whole_path(model: str) -> str:
+    """The whole path of a model that is a folder; any other name, and that of the default model, as it is."""
+    path = os.path.expanduser(model)
+    return os.path.abspath(path) if os.path.isdir(path) and model != BY_NAME["model"].default else model
+
+
+FOLDERS = {"model": whole_path, "lora": whole_paths}  # a session is opened from other folders than it was begun in
+
+
+def begun(settings: Settings) -> Settings:
+    """`settings` when a session begins: the model, and what else of those that are recorded somebody chose, wherever,
+    is its own from here on. Defaults stay free to change."""
+    outside = settings.with_layer("/set", {})
+    found = {name: outside.lookup(name) for name in RECORDED}
+    own = {n: value for n, (value, origin) in found.items() if n == "model" or origin not in ("default", "model")}
+    return settings.with_layer("session", own)
+
+
+def recorded(settings: Settings) -> dict[str, Value]:
+    """What a session remembers: its own values and what was set in it. A flag that is given when it is opened again is
+    neither."""
+    chosen = {**settings.layers.get("session", {}), **settings.layers.get("/set", {})}
+    kept = {"model": settings["model"], **{name: value for name, value in chosen.items() if name in RECORDED}}
+    return {name: FOLDERS[name](str(value)) if value and name in FOLDERS else value for name, value in kept.items()}
 
 
 def with_session(settings: Settings, session: Session) -> Settings:

@@ -20,6 +20,7 @@ import msgspec
 from exl2chat.chat.events import Message
 from exl2chat.chat.tree import Head, Tree
 from exl2chat.errors import SessionError
+from exl2chat.link.protocol import Form
 from exl2chat.settings import Value
 
 VERSION = 1
@@ -35,10 +36,11 @@ class Header(msgspec.Struct, frozen=True, omit_defaults=True):
     forked_from: str | None = None
 
 
-class Set(msgspec.Struct, frozen=True, tag_field="k", tag="set"):
-    """What the user chose of the settings, all of it, from here on."""
+class Set(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="k", tag="set"):
+    """What the user chose of the settings, and what replies must be, all of it, from here on."""
 
     values: dict[str, Value]
+    form: Form | None = None
 
 
 class Title(msgspec.Struct, frozen=True, tag_field="k", tag="title"):
@@ -87,6 +89,7 @@ class Log:
     title: str = ""
     tree: Tree = field(default_factory=Tree)
     settings: Mapping[str, Value] = field(default_factory=dict)
+    form: Form | None = None
     drafts: tuple[Draft, ...] = ()
     damaged: int = 0
     torn: bytes = b""
@@ -139,7 +142,7 @@ class _Reader:
     def __init__(self) -> None:
         self._header: Header | None = None
         self._title: str | None = None
-        self._settings: dict[str, Value] = {}
+        self._set = Set({})
         self._steps: list[Message | Head] = []
         self._drafts: dict[str, Draft] = {}
         self._known: set[str | None] = {None}
@@ -169,8 +172,8 @@ class _Reader:
             case Draft(id, _, text):
                 before = self._drafts.get(id)
                 self._drafts[id] = msgspec.structs.replace(before, text=before.text + text) if before else record
-            case Set(values):
-                self._settings = values
+            case Set():
+                self._set = record
             case Title(title):
                 self._title = title
             case Header():
@@ -203,4 +206,5 @@ class _Reader:
         )
         title = (self._header.title if self._header else "") if self._title is None else self._title
         tree = Tree().replay(self._steps)
-        return Log(self._header, title, tree, self._settings, drafts, self._damaged, torn, size, complete)
+        values, form = self._set.values, self._set.form
+        return Log(self._header, title, tree, values, form, drafts, self._damaged, torn, size, complete)

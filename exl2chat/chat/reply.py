@@ -92,6 +92,11 @@ def loras_of(text: str | None) -> tuple[LoraUse, ...]:
     return tuple(_lora_of(folder) for folder in folders if folder)
 
 
+def whole_paths(text: str) -> str:
+    """The setting `lora` with the whole path of every folder."""
+    return ",".join(f"{lora.path}:{lora.scale}" for lora in loras_of(text))
+
+
 def require_loras(text: str) -> None:
     """ModelError where one of the LoRAs that `text` lists is none. The engine says whether it fits the model."""
     from exl2chat.model.lora import check_lora  # it takes time to import, and few chats use one

@@ -17,6 +17,7 @@ from exl2chat.chat.records import Draft, Header, Log, Record, Set, Title, load
 from exl2chat.chat.store import SessionFile
 from exl2chat.chat.tree import Head, Tree
 from exl2chat.errors import ChatError, SessionError
+from exl2chat.link.protocol import Form
 from exl2chat.paths import TRASH, Paths, fsync_folder, private_folder
 from exl2chat.settings import Value
 
@@ -63,6 +64,7 @@ class Session:
         self.title = title
         self.tree = Tree()
         self.settings: Mapping[str, Value] = {}
+        self.form: Form | None = None
         self._file: SessionFile | None = None
         self._headless = True  # the file, if there is one, has no header yet
         self._unwritten: list[Record] = []
@@ -86,7 +88,7 @@ class Session:
         path = which if isinstance(which, Path) else find_session(which, paths)
         file, log = SessionFile.open(path)
         session = cls(path.parent, log.title)
-        session.tree, session.settings, session._file = log.tree, log.settings, file
+        session.tree, session.settings, session.form, session._file = log.tree, log.settings, log.form, file
         session._headless = log.header is None
         if log.header:
             session.header = log.header
@@ -140,11 +142,11 @@ class Session:
         self.title = title
         self._write(Title(title))
 
-    def record_settings(self, values: Mapping[str, Value]) -> None:
-        """Remember what the user chose; it holds again when the session is opened."""
-        if values != self.settings:
-            self.settings = dict(values)
-            self._write(Set(dict(values)), durable=False)
+    def record_settings(self, values: Mapping[str, Value], form: Form | None = None) -> None:
+        """Remember what the user chose, and what replies must be; it holds again when the session is opened."""
+        if (values, form) != (self.settings, self.form):
+            self.settings, self.form = dict(values), form
+            self._write(Set(dict(values), form), durable=False)
 
     def draft(self, id: str, parent: str | None, text: str, model: str = "") -> None:
         """Write down `text`, the next part of a reply that `model` is still generating."""
@@ -154,8 +156,8 @@ class Session:
         """A new session that begins with this one's path; it is saved from its next message on."""
         copy = Session(self.folder, self.title, forked_from=self.id)
         copy.tree = Tree().replay(self.path)
-        copy.settings = self.settings
-        copy._unwritten = [Set(dict(self.settings)), *self.path] if self.settings else list(self.path)
+        copy.settings, copy.form = self.settings, self.form
+        copy._unwritten = [Set(dict(self.settings), self.form), *self.path] if self.settings else list(self.path)
         return copy
 
     def discard(self) -> Path | None:
@@ -249,15 +251,15 @@ def list_sessions(paths: Paths) -> list[SessionSummary]:
 
 def unreadable_sessions(paths: Paths) -> dict[Path, str]:
     """The session files that `list_sessions` leaves out, and why."""
-    return {path: str(fault) for path, fault in _session_files(paths) if isinstance(fault, SessionError)}
+    return {path: found for path, found in session_files(paths) if isinstance(found, str)}
 
 
 def saved_sessions(paths: Paths) -> Iterator[SessionSummary]:
     """`list_sessions` one by one: a file is read when its turn comes (0.1 ms for one of 60 kB)."""
-    return (found for _, found in _session_files(paths) if isinstance(found, SessionSummary))
+    return (found for _, found in session_files(paths) if isinstance(found, SessionSummary))
 
 
-def _session_files(paths: Paths) -> Iterator[tuple[Path, SessionSummary | SessionError]]:
+def session_files(paths: Paths) -> Iterator[tuple[Path, SessionSummary | str]]:
     """Every session file and what is in it, or why that cannot be said; the one changed last first."""
     changed: list[tuple[float, Path]] = []
     for path in paths.sessions.glob("*" + SUFFIX):
@@ -267,7 +269,7 @@ def _session_files(paths: Paths) -> Iterator[tuple[Path, SessionSummary | Sessio
         try:
             yield path, _summary(path, updated)
         except SessionError as fault:
-            yield path, fault
+            yield path, str(fault)
 
 
 def _summary(path: Path, updated: float) -> SessionSummary:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from exl2chat.engine.cache import KVCache
+from exl2chat.engine.speculation_benchmark import measure_drafts
 from exl2chat.engine.step_benchmark import WORKLOAD, Workload, measure_steps
 from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.ops.kernel_benchmark import KernelRow, measure_read
@@ -21,8 +22,8 @@ from exl2chat.progress import Progress
 
 ROUNDS = 12
 TURN = 4  # steps
-CPU_WORKLOAD = Workload(contexts=(128, 1024), rows=(1,), prompts=(512,), reply=TURN)
-PREFILL_ROUNDS = 3
+CPU_WORKLOAD = Workload(contexts=(128, 1024), rows=(1,), prompts=(512,), reply=TURN, drafted=24)
+PREFILL_ROUNDS = DRAFT_ROUNDS = 3
 WARM_UP = 1
 
 
@@ -40,7 +41,12 @@ def measure(model: Transformer, room: int, progress: Progress) -> tuple[float | 
         bandwidth = measure_read(model.device)
         return bandwidth, measure_steps(model, bandwidth, work, progress)
     prompts = [measure_prefill(model, length, progress) for length in work.prompts]
-    return None, [*prompts, *(measure_decoding(model, context, progress) for context in work.contexts)]
+    rows = [*prompts, *(measure_decoding(model, context, progress) for context in work.contexts)]
+    if work.drafted:
+        progress("reply with drafts")
+        cache = model.new_cache(work.contexts[0] + work.drafted)
+        rows += measure_drafts(model, cache, work.contexts[0], work.drafted, DRAFT_ROUNDS)
+    return None, rows
 
 
 def measure_prefill(model: Transformer, length: int, progress: Progress) -> KernelRow:

@@ -5,12 +5,13 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from llguidance import LLMatcher, regex_to_lark
+from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from exl2chat.engine.grammar import GrammarConstraint
 from exl2chat.engine.token_table import TokenTable
 from exl2chat.errors import UsageError
+from exl2chat.expressions import PARSE_ERROR, check_text, regex_as_lark, regex_reason
 
 Schema = dict[str, Any]
 
@@ -26,8 +27,6 @@ EVERY_SPELLING = '\n%llguidance {"no_forcing": true}\n'
 WHITE_SPACE = r"[ \t]|\r?\n[ \t]{0,64}"
 
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-REGEX_ERROR = re.compile(r"regex parse error:\n {4}.*\n {4}(?P<before> *)\^+\nerror: (?P<reason>.*)")
-INVALID_REGEX = re.compile(r"\(in regex\): (?P<reason>.*)")
 LARK_ERROR = re.compile(r"(?:at )?(?P<line>\d+)\((?P<column>\d+)\): (?P<reason>.*)")
 
 
@@ -50,14 +49,12 @@ def compile_json_schema(table: TokenTable, schema: str | Schema | bool) -> Gramm
 
 def compile_regex(table: TokenTable, pattern: str) -> GrammarConstraint:
     """Replies that `pattern` matches from first to last character. Syntax of the Rust crate regex, no look-around."""
-    _check_text("regular expression", pattern)
-    lark = f"start: /{regex_to_lark(pattern, use_ascii='')}/"
-    return _constraint(table, lark, "regular expression", _regex_reason)
+    return _constraint(table, regex_as_lark(pattern), "regular expression", regex_reason)
 
 
 def compile_grammar(table: TokenTable, text: str) -> GrammarConstraint:
     """Replies of a grammar in llguidance's dialect of Lark, or in GBNF as llama.cpp has it."""
-    _check_text("grammar", text)
+    check_text("grammar", text)
     if not GBNF_RULE.search(text):
         return _constraint(table, text, "grammar", _lark_reason)
     try:
@@ -71,7 +68,7 @@ def compile_choice(table: TokenTable, options: Sequence[str], ignore_case: bool 
     """Replies that are one of `options`."""
     if not options or not all(options):
         raise UsageError("a choice needs options, each of at least one character", "give them")
-    _check_text("choice", *options)
+    check_text("choice", *options)
     lark = "start: OPTION\nOPTION: " + " | ".join(lark_string(option) + "i" * ignore_case for option in options)
     return _constraint(table, lark, "choice", _lark_reason)
 
@@ -79,15 +76,6 @@ def compile_choice(table: TokenTable, options: Sequence[str], ignore_case: bool 
 def lark_string(text: str) -> str:
     """`text` as a terminal of a Lark grammar."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def _check_text(kind: str, *texts: str) -> None:
-    """UsageError for a surrogate: the library takes UTF-8, which has none."""
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as fault:
-            raise UsageError(f"{kind}, character {fault.start + 1}: half a surrogate pair", "take it out") from None
 
 
 def _constraint(table: TokenTable, lark: str, kind: str, reason: Callable[[str], str]) -> GrammarConstraint:
@@ -149,13 +137,6 @@ def _parts(schema: Schema) -> Iterator[tuple[str, Schema]]:
             yield from ((f"/{key}/{name}", child) for name, child in escaped if isinstance(child, dict))
 
 
-def _regex_reason(error: str) -> str:
-    """The place in the expression. The library speaks of the grammar that it wrapped the expression in."""
-    if found := REGEX_ERROR.search(error):
-        return f", character {len(found['before']) + 1}: {found['reason']}"
-    return f": {found['reason'] if (found := INVALID_REGEX.search(error)) else _one_line(error)}"
-
-
 def _lark_reason(error: str) -> str:
     if found := LARK_ERROR.match(error):
         return f", line {found['line']}, column {found['column']}: {found['reason']:.200}"
@@ -164,5 +145,5 @@ def _lark_reason(error: str) -> str:
 
 def _one_line(error: str) -> str:
     return (
-        "regular expression" + _regex_reason(error) if REGEX_ERROR.search(error) else f"{' '.join(error.split()):.200}"
+        "regular expression" + regex_reason(error) if PARSE_ERROR.search(error) else f"{' '.join(error.split()):.200}"
     )

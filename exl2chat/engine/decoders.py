@@ -6,13 +6,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from exl2chat.engine import penalties
 from exl2chat.engine.cache import KVCache
 from exl2chat.engine.device_decoder import DeviceDecoder
 from exl2chat.engine.device_steps import DeviceSteps, runs_on_device
 from exl2chat.engine.drafting import Drafter
 from exl2chat.engine.pace import Pace
+from exl2chat.engine.paced_drafts import PacedDrafts, Source, Speculated
 from exl2chat.engine.replies.choosing import Chooser
-from exl2chat.engine.speculation import Speculated, SpeculativeLogits
+from exl2chat.engine.speculation import SpeculativeLogits
 from exl2chat.engine.step_logits import StepLogits
 from exl2chat.engine.transformer import Transformer
 
@@ -38,36 +40,39 @@ class Decoder:
         model: Transformer,
         cache: KVCache,
         size: int,
-        drafter: Drafter | None = None,
+        drafters: Sequence[Drafter] = (),
         most: int = MOST_DRAFTS,
     ) -> None:
-        """`drafter` proposes up to `most` tokens at a time; where it has ideas, the host draws."""
+        """`drafters` propose up to `most` tokens at a time."""
         self.model = model  # or one of the same weights with other adapters and embeddings
         self._cache, self._size = cache, size
         self._step_logits = StepLogits(model, cache, size)
         self._logits: Logits = self._step_logits
         self._steps: DeviceSteps | None = None
         self._device: DeviceDecoder | None = None
-        self._drafter, self._pace = drafter, Pace(most)
-        self._speculation: SpeculativeLogits | None = None
+        self._sources = [Source(drafter, Pace(most)) for drafter in drafters]
+        self._drafts = PacedDrafts()
 
     @property
     def speculated(self) -> Speculated:
         """What drafts did for the last reply."""
-        return self._speculation.statistics if self._speculation else Speculated()
+        return self._drafts.statistics
 
     def begin(self, chooser: Chooser, longest: int) -> None:
         """A reply begins, with which the sequence has `longest` tokens at most."""
         self._step_logits.model = self.model
-        self._device = None
-        self._logits, self._speculation = self._step_logits, None
-        if self._drafter is not None and self._drafter.begin(chooser):
-            self._speculation = SpeculativeLogits(self._step_logits, self._cache, self._drafter, self._pace, longest)
-            self._logits = self._speculation
-        elif runs_on_device(self.model, self._size):
+        self._device, self._logits, self._drafts = None, self._step_logits, PacedDrafts()
+        sources = [source for source in self._sources if source.drafter.begin(chooser)]
+        counts = penalties.active(chooser.sampling)  # of the tokens, one by one: a device can have no drafts among them
+        models = any(source.drafter.is_model for source in sources)
+        if chooser.plain and not (counts and models) and runs_on_device(self.model, self._size):
+            self._drafts = PacedDrafts(() if counts else sources)
             self._steps = self._steps or DeviceSteps(self.model, self._cache, self._size)
             self._steps.model = self.model
-            self._device = DeviceDecoder(self._steps, self._cache, chooser.sampling, longest)
+            self._device = DeviceDecoder(self._steps, self._cache, chooser.sampling, longest, self._drafts)
+        elif sources:
+            self._drafts = PacedDrafts(sources)
+            self._logits = SpeculativeLogits(self._step_logits, self._cache, self._drafts, longest)
 
     def next(self, chooser: Chooser) -> int:
         """The token after those of `chooser`, with which the reply began. The cache held the first of them, then it

@@ -8,8 +8,7 @@ from typing import Literal, Protocol
 import torch
 
 from exl2chat.engine.cache import KVCache
-from exl2chat.engine.device_decoder import Steps
-from exl2chat.engine.device_steps import RESULTS, DeviceSteps, runs_on_device
+from exl2chat.engine.device_steps import RESULTS, DeviceSteps, Steps, runs_on_device
 from exl2chat.engine.embeddings import FIRST_ID
 from exl2chat.engine.replies.choosing import Chooser, known_to_device
 from exl2chat.engine.step_logits import StepLogits
@@ -29,6 +28,10 @@ Speculate = Literal["auto", "draft", "ngram", "off"]
 class Drafter(Protocol):
     """Proposes tokens of one reply after another."""
 
+    @property
+    def is_model(self) -> bool:
+        """Whether it is one, whose ideas take the device some work."""
+
     def begin(self, chooser: Chooser) -> bool:
         """A reply begins, whose tokens `chooser` chooses. Whether there may be ideas for it."""
 
@@ -42,20 +45,26 @@ class SuffixDrafter:
     Needs no training. After 8192 tokens a miss takes 2 us, a match with RECENT long passages 50.
     """
 
+    is_model = False
+
     def __init__(self, known: Sequence[int] = ()) -> None:
         """Drafts may come from `known` too, a text that stands before every sequence."""
         self._known = tuple(known)
-        self._begin_anew()
+        self._tokens: list[int] = []
+        self._latest: dict[int, int] = {}  # by the hash of SHORTEST tokens, where they end
+        self._earlier: list[int] = []  # by token: where those that end with it ended before, 0 for nowhere
+        self._add(self._known)
 
     def begin(self, chooser: Chooser) -> bool:  # noqa: ARG002
         return True
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         self._follow(tokens)
-        ends = self._ends.get(tuple(self._tokens[-SHORTEST:]), [])
-        earlier = [end for end in ends[-RECENT - 1 :] if end < len(self._tokens)]
-        if not earlier:
+        earlier = self._earlier[-1:]
+        if not earlier or not earlier[0]:
             return []
+        while len(earlier) < RECENT and (end := self._earlier[earlier[-1] - 1]):
+            earlier.append(end)
         start = max(earlier, key=lambda end: (self._matching(end), end))
         drafts: list[int] = []
         for at in range(start, start + count):  # a passage that reaches the end goes on with its own repetition
@@ -66,24 +75,26 @@ class SuffixDrafter:
         return drafts
 
     def _follow(self, tokens: Sequence[int]) -> None:
-        """Take in what was added. Where the end of what is known is not there any more, begin anew."""
+        """Take in what was added. Where the end of what is known is not there any more, forget all that is not."""
         known = len(self._tokens) - len(self._known)
         recent = min(known, LONGEST)
         if len(tokens) < known or list(tokens[known - recent : known]) != self._tokens[len(self._tokens) - recent :]:
-            self._begin_anew()
-            known = 0
+            known = common_prefix(self._tokens[len(self._known) :], list(tokens))
+            self._forget(len(self._tokens) - len(self._known) - known)
         self._add(tokens[known:])
 
-    def _begin_anew(self) -> None:
-        self._tokens: list[int] = []
-        self._ends: dict[tuple[int, ...], list[int]] = {}
-        self._add(self._known)
+    def _forget(self, count: int) -> None:
+        for _ in range(count):
+            self._latest[hash(tuple(self._tokens[-SHORTEST:]))] = self._earlier.pop()
+            self._tokens.pop()
 
     def _add(self, tokens: Sequence[int]) -> None:
+        """Numbers alone are kept: the garbage collector looks at every list that there is, and at no number."""
         for token in tokens:
             self._tokens.append(token)
-            if len(self._tokens) >= SHORTEST:
-                self._ends.setdefault(tuple(self._tokens[-SHORTEST:]), []).append(len(self._tokens))
+            end, key = len(self._tokens), hash(tuple(self._tokens[-SHORTEST:]))
+            self._earlier.append(self._latest.get(key, 0))
+            self._latest[key] = end
 
     def _matching(self, end: int) -> int:
         """How many tokens before `end` are those at the end of the sequence, LONGEST at most."""
@@ -96,6 +107,8 @@ class SuffixDrafter:
 class ModelDrafter:
     """A smaller model of the same vocabulary. It draws as the reply does, with the same settings and noise for the
     same token at the same position: where both models agree about a distribution, they draw the same token."""
+
+    is_model = True
 
     def __init__(self, model: Transformer, cache: KVCache, size: int) -> None:
         """Drafts of the first `size` ids, which `model` has. The cache is this drafter's own."""
@@ -135,7 +148,7 @@ class ModelDrafter:
         """Append drafts that the device draws, each from the one before. The host waits for them all at once."""
         length = len(sequence)
         steps.start(sequence, sampling)
-        drawn = [take() for take in [steps.queue() for _ in range(count)]]
+        drawn = [take()[0] for take in [steps.queue() for _ in range(count)]]
         sequence += takewhile(lambda token: token >= 0, drawn)
         self._cache.length = min(length + count - 1, len(sequence))
 
@@ -153,24 +166,22 @@ class ModelDrafter:
 
 
 class ForcedDrafter:
-    """What a constraint leaves no choice about. Where it does, another drafter is asked, if there is one.
+    """What a constraint leaves no choice about.
 
     A JSON schema takes 5 us to find that there is a choice, and up to 0.1 ms to spell what there is none about.
     """
 
-    def __init__(self, other: Drafter | None) -> None:
-        self._other = other
-        self._asks = False
+    is_model = False
+
+    def __init__(self) -> None:
         self._chooser: Chooser | None = None
 
     def begin(self, chooser: Chooser) -> bool:
         self._chooser = chooser
-        self._asks = self._other is not None and self._other.begin(chooser)
-        return self._asks or chooser.constrained
+        return chooser.constrained
 
-    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        forced = self._chooser.forced()[:count] if self._chooser else []
-        return self._other.propose(tokens, count) if not forced and self._asks and self._other else forced
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:  # noqa: ARG002
+        return self._chooser.forced()[:count] if self._chooser else []
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
@@ -185,22 +196,25 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     return low
 
 
-def choose_drafter(
+def choose_drafters(
     speculate: Speculate,
     model: Transformer,
     draft: Transformer | None,
     draft_cache: KVCache | None,
     size: int,
     known: Sequence[int] = (),
-) -> Drafter | None:
-    """The drafter of one reply at a time: see `choose_drafts`. N-grams may be those of `known` too. Where the host
-    draws the tokens in any case, what a constraint forces is drafted too."""
+) -> tuple[Drafter, ...]:
+    """What drafts for one reply at a time: what a constraint forces, and before all others; then see `choose_drafts`,
+    and n-grams by default where the device draws. N-grams may be those of `known` too."""
     kind = choose_drafts(speculate, model, draft, size)
-    drafter: Drafter | None = SuffixDrafter(known) if kind == "ngram" else None
+    drafters: list[Drafter] = []
+    if speculate != "off" and (repays_rows(model) or model.device.type == "cuda"):
+        drafters.append(ForcedDrafter())
     if kind == "draft" and draft is not None and draft_cache is not None:
-        drafter = ModelDrafter(draft, draft_cache, size)
-    forces = speculate != "off" and (repays_rows(model) or model.device.type == "cuda")
-    return ForcedDrafter(drafter) if forces else drafter
+        drafters.append(ModelDrafter(draft, draft_cache, size))
+    elif kind == "ngram" or (speculate == "auto" and runs_on_device(model, size)):
+        drafters.append(SuffixDrafter(known))
+    return tuple(drafters)
 
 
 def choose_drafts(
@@ -224,7 +238,7 @@ def choose_drafts(
 
 def repays_rows(model: Transformer) -> bool:
     """Whether several rows take little longer than one: in float32 on the CPU (benchmarks/NOTES.md). On a GPU they do
-    too, but there a host that draws the tokens costs more than misses bring."""
+    too, where it draws the tokens; a host that does costs more than misses bring."""
     return model.device.type == "cpu" and model.dtype == torch.float32
 
 

@@ -6,10 +6,12 @@ from another, and knows one again, without being told that there are any.
 """
 
 import re
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,8 +60,10 @@ def check_prompt(ids: Sequence[int], size: int, hidden: int, embeddings: Sequenc
     than `hidden`."""
     check_width(embeddings, hidden)
     try:
-        if min(ids) >= 0 and max(ids) < size:
+        if np.frombuffer(array("I", ids), np.uint32).max(initial=0) < size:  # 28 us of 4096 ids, min and max 103
             return
+    except OverflowError:  # not even 32 bits, or below 0
+        pass
     except TypeError:
         raise UsageError("the prompt is no list of token ids", "give what the tokenizer's encode returns") from None
     known = [range(size), *(each.ids for each in embeddings)]

@@ -15,7 +15,7 @@ from exl2chat.engine.cache import KVCache
 from exl2chat.engine.device_draws import Drawing
 from exl2chat.engine.embeddings import FIRST_ID, InputEmbeddings
 from exl2chat.engine.paged_cache import PagedCache
-from exl2chat.engine.paged_steps import LENGTHS, MOST, PagedSteps
+from exl2chat.engine.paged_steps import ALONE, MOST, PagedSteps, group
 from exl2chat.engine.pages import PageCopy
 from exl2chat.engine.scheduler import Row, StepPlan
 from exl2chat.engine.transformer import Transformer
@@ -27,14 +27,15 @@ from exl2chat.ops.sample import MOST_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a step gave, until the next one. drawn: by job, the token that a device drew for it, -1 where logits are not
-    numbers. rows: for each row of `plan.decode` the logits of its tokens [T, V], wherever they are."""
+    """What a step gave, until the next one, for each row of `plan.decode`: after each of its tokens or, of the end of a
+    prompt, maybe after the last alone. drawn: by job, the tokens that a device drew for it, -1 where logits are not
+    numbers. rows: the logits [T, V], wherever they are."""
 
-    drawn: Mapping[int, int]
+    drawn: Mapping[int, Sequence[int]]
     rows: Sequence[Tensor]
 
     def logits(self, row: int) -> NDArray[np.float32]:
-        """Those of every token of a row of `plan.decode`, float32 [T, V]."""
+        """Those of a row of `plan.decode`, float32 [T, V]."""
         logits: NDArray[np.float32] = self.rows[row].numpy(force=True)
         return logits
 
@@ -43,10 +44,11 @@ class Executor:
     """Runs `model` over the pages of `cache`.
 
     A row's logits are those that it would have alone, up to the rounding of matrix products: these may add up in
-    another order when they multiply more rows, so that a tie of two tokens to the last bits may fall the other way. On
-    a GPU with our kernels they do not as long as there are 1 to 8 rows of a token, or 9 to 16, or 17 to 64. A row of a
-    token and up to 7 drafts is as 1 to 8 rows: of up to 8 sequences drafts change no bit. Of more, and with more
-    drafts, rows with drafts may be rounded in another way than those without.
+    another order when they multiply more tokens, so that a tie of two tokens to the last bits may fall the other way.
+    On a GPU with our kernels they do not as long as there are 1 to 8 tokens, or 9 to 16, or 17 to 64, drafts and what
+    fills rows up among them (`paged_steps.group`): one sequence with up to 7 drafts, two with up to 3 and four with one
+    have the bits that each has alone (`paged_steps.alike_drafts`). With more, rows may be rounded in another way than
+    without drafts.
     """
 
     def __init__(self, model: Transformer, cache: KVCache, vocabulary: int) -> None:
@@ -56,6 +58,7 @@ class Executor:
         if model.device.type == "cuda" and model.ops.recorded_rows and vocabulary <= MOST_TOKENS:
             step = partial(_step, model, self._paged)
             self._steps = PagedSteps(step, vocabulary, self._paged.pages, cache.capacity, model.device)
+        self._capacity = cache.capacity
 
     @property
     def pages(self) -> int:
@@ -64,7 +67,17 @@ class Executor:
     @property
     def last(self) -> int:
         """How many tokens of a sequence it is best given in one row of `plan.decode`, at most."""
-        return 1 if self._steps is None else LENGTHS[-1]
+        return 1 if self._steps is None else ALONE[-1]
+
+    @property
+    def recordings(self) -> int:
+        """How many steps have been recorded. One that is takes some 20 ms longer."""
+        return 0 if self._steps is None else self._steps.recordings
+
+    @property
+    def gathers(self) -> bool:
+        """Whether pages that lie apart cost time. Our kernels follow page tables."""
+        return not self._model.ops.recorded_rows
 
     def warm_up(self) -> None:
         """On a GPU: compile the kernels of decoding steps. ModelError where one does not compile."""
@@ -95,23 +108,23 @@ class Executor:
         self._paged.copy(copies)
 
     def _decode(self, steps: PagedSteps, rows: Sequence[Row], draws: Mapping[int, Drawing]) -> Computed:
-        """Rows of one token together, and each row of several by itself; as they come, and no graphs, those that have
-        embeddings or too many tokens, drafts among them."""
+        """Groups of rows; as they come, and no graphs, those that have embeddings or too many tokens, drafts among
+        them."""
         logits = {
             place: self._run([row], last_only=False)
             for place, row in enumerate(rows)
             if len(row.tokens) > MOST or max(row.tokens) >= FIRST_ID
         }
-        single = [place for place, row in enumerate(rows) if len(row.tokens) == 1 and place not in logits]
-        groups = [single[first : first + MOST] for first in range(0, len(single), MOST)]
-        groups += [[place] for place, row in enumerate(rows) if len(row.tokens) > 1 and place not in logits]
-        drawn: dict[int, int] = {}
-        for places in groups:
-            some = [rows[place] for place in places]
-            computed, tokens = steps.run(some, draws)
-            computed = computed.clone() if len(groups) > 1 else computed  # the next step overwrites it
-            logits |= zip(places, computed.split_with_sizes([len(row.tokens) for row in some]), strict=True)
-            drawn |= {row.job: token for row, token in zip(some, tokens, strict=True) if row.job in draws}
+        others = [place for place in range(len(rows)) if place not in logits]
+        groups = group([rows[place] for place in others], self._capacity)
+        drawn: dict[int, Sequence[int]] = {}
+        for some in groups:
+            places = [others[place] for place in some]
+            stepped = steps.run([rows[place] for place in places], draws)
+            for place, one in zip(places, stepped, strict=True):
+                logits[place] = one.logits if len(groups) == 1 else one.logits.clone()  # the next step overwrites it
+                if rows[place].job in draws:
+                    drawn[rows[place].job] = one.drawn
         return Computed(drawn, [logits[place] for place in range(len(rows))])
 
     def _run(self, rows: Sequence[Row], last_only: bool) -> Tensor:
@@ -121,12 +134,13 @@ class Executor:
 
 
 def _step(
-    model: Transformer, paged: PagedCache, tokens: Tensor, firsts: Tensor, lasts: Tensor, tables: Tensor
+    model: Transformer, paged: PagedCache, tokens: Tensor, firsts: Tensor, tables: Tensor, last: Tensor | None
 ) -> Tensor:
     each = len(tokens) // len(firsts)
-    store = paged.store(firsts, tables, last=lasts if each > 1 else None)
+    store = paged.store(firsts, tables, last)
     ops = _PagedOps(model.ops, partial(model.ops.attends, store, each))
-    return replace(model, ops=ops).step(tokens, paged.cache, last_only=False)
+    places = None if last is None else (last - firsts).clamp(0, each - 1)  # in a rehearsal they may be any
+    return replace(model, ops=ops).step(tokens, paged.cache, last_only=False, places=places)
 
 
 @dataclass(frozen=True, slots=True)

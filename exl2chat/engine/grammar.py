@@ -1,8 +1,8 @@
 """Replies that follow a JSON schema, a regular expression, a grammar or a list of choices, by llguidance.
 
-Whatever the library cannot follow to the letter is refused before the first token: an unknown keyword of a schema, a
-look-ahead, a rule that does not exist. During a reply, a token outside the grammar and a grammar that grows beyond the
-library's limits are errors too.
+Whatever the library cannot follow to the letter is refused before the first token: a keyword of JSON Schema that it
+lacks, a look-ahead, a rule that does not exist. During a reply, a token outside the grammar and a grammar that grows
+beyond the library's limits are errors too.
 """
 
 from typing import NamedTuple, Self

@@ -5,7 +5,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from exl2chat.model.tokenizer import Tokenizer
+from exl2chat.model.tokenizer import Tokenizer, token_texts
 
 
 class Healer:
@@ -31,5 +31,4 @@ class Healer:
 
     @cached_property
     def _texts(self) -> list[bytes]:
-        pieces = map(self._tokenizer.piece, range(self._size))
-        return [piece.rest if piece else b"" for piece in pieces]
+        return token_texts(self._tokenizer, self._size)

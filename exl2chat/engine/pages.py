@@ -12,7 +12,7 @@ Nothing here touches a tensor: calls return the page copies that make the table'
 order and before anything else is written.
 """
 
-from array import array
+import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -62,7 +62,7 @@ class PagedSequence:
     def digest(self, pages: int, size: int) -> bytes:
         """The digest of the first `pages` pages of `size` tokens, all of which the text has."""
         while (known := len(self._digests)) <= pages:
-            tokens = array("q", self.tokens[(known - 1) * size : known * size]).tobytes()
+            tokens = struct.pack(f"{size}q", *self.tokens[(known - 1) * size : known * size])
             self._digests.append(blake2b(self._digests[-1] + tokens, digest_size=DIGEST_BYTES).digest())
         return self._digests[pages]
 

@@ -157,7 +157,8 @@ def plan_memory(
 
 def workspace_bytes(config: ModelConfig, device: torch.device) -> int:
     """Bytes that a step takes for the largest chunk of a prompt, beside weights and cache: activations at 4 bytes each,
-    and on a GPU the decoded matrices of `ops.tiled`, compiled kernels, graphs and what cuBLAS reserves."""
+    and on a GPU the decoded matrices of `ops.tiled`, compiled kernels, graphs and what cuBLAS reserves. What many jobs
+    draw with (`paged_steps`) is part of that reserve: nobody knows here if there will be any."""
     qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     numbers = 4 * config.hidden_size + 2 * qkv + 3 * config.intermediate_size
     fixed = GPU_RESERVE if device.type == "cuda" else 0

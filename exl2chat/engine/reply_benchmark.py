@@ -1,4 +1,4 @@
-"""What a token of a streamed reply takes on a GPU, beside the graph of its step alone."""
+"""What a token of a streamed reply without drafts takes on a GPU, beside the graph of its step alone."""
 
 import time
 from functools import partial
@@ -44,7 +44,7 @@ class OneLetter:
 
 def _token_seconds(model: Transformer, cache: KVCache, context: int) -> float:
     """Seconds per token, the median over turns of STEPS tokens."""
-    generator = StreamingGenerator(model, cache, OneLetter())  # type: ignore[arg-type]
+    generator = StreamingGenerator(model, cache, OneLetter(), speculate="off")  # type: ignore[arg-type]
     generator.begin_stream_ex([1] * context, SAMPLING)
     seconds = []
     for _ in range(1 + TURNS):

@@ -1,4 +1,4 @@
-"""RoPE: the table of rotations for a context. The formulas of every kind are stated at `exl2chat.model.config.Rope`.
+"""RoPE: the table of rotations for a context. The formulas of every kind are stated at `model.rope_config.Rope`.
 
 Sources: RoFormer (arXiv 2104.09864), YaRN (2309.00071), LongRoPE (2402.13753), and transformers' modeling_rope_utils.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from exl2chat.model.config import Rope
+from exl2chat.model.rope_config import Rope
 
 
 def make_table(rope: Rope, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -95,8 +95,7 @@ def _yarn(rope: Rope, _context: int) -> Tensor:
 
 
 def _longrope(rope: Rope, context: int) -> Tensor:
-    short, long = rope.factors or ((1.0,), (1.0,))
-    factors = long if context > rope.original_context else short
+    factors = rope.factors[context > rope.original_context]
     return _plain(rope.theta, rope.rotary_dim) / torch.tensor(factors, dtype=torch.float64)
 
 

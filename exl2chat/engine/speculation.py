@@ -13,71 +13,52 @@ come out differently, and by up to 1.5 in bfloat16 (7 from five rows on), where 
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from exl2chat.engine.cache import KVCache
-from exl2chat.engine.drafting import Drafter
-from exl2chat.engine.pace import Pace
+from exl2chat.engine.paced_drafts import PacedDrafts
 from exl2chat.engine.step_logits import StepLogits
 
 
-class Speculated(NamedTuple):
-    """What drafts did for a reply: tokens drafted, those of them that became part of it, and the factor by which the
-    model's time per token fell; 1 where that is not known."""
-
-    drafted: int = 0
-    accepted: int = 0
-    speed_up: float = 1.0
-
-
 class SpeculativeLogits:
-    """The logits of one reply, like those of `StepLogits`, computed in rounds: a step with the drafts that `pace`
-    allows, and then what the step left for as long as the drafts come true."""
+    """The logits of one reply, like those of `StepLogits`, computed in rounds: a step with drafts, and then what the
+    step left for as long as they come true."""
 
     def __init__(
         self,
         steps: StepLogits,
         cache: KVCache,
-        drafter: Drafter,
-        pace: Pace,
+        drafts: PacedDrafts,
         longest: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """The sequence gets `longest` tokens at most: no draft is made for what lies beyond, or beyond the cache."""
-        self._steps, self._cache, self._drafter, self._pace = steps, cache, drafter, pace
+        self._steps, self._cache, self._drafter = steps, cache, drafts
         self._longest, self._clock = min(longest, cache.capacity), clock
         self._rows = torch.empty(0, 0)
         self._drafts: list[int] = []
         self._start = 0  # length of the sequence at the round's step
         self._length = -1  # of the cache, as it was left
         self._started: float | None = None  # when the step began that is queued
-        self._seconds = self._round_seconds = 0.0
-        self._tokens = self._drafted = self._accepted = 0
-
-    @property
-    def statistics(self) -> Speculated:
-        plain = self._pace.step
-        speed_up = self._tokens * plain / self._seconds if plain and self._accepted else 1.0
-        return Speculated(self._drafted, self._accepted, speed_up)
+        self._seconds: float | None = None  # what it took
 
     def queue(self, tokens: Sequence[int]) -> None:
         """Have the logits of what follows `tokens`. The cache held the first of them, then it holds them all."""
         if self._came_true(tokens):
-            self._accepted += 1
+            self._drafter.accept()
         else:
             self._begin_round(tokens)
-        self._tokens += 1
         self._cache.length = self._length = len(tokens)
 
     def take(self) -> NDArray[np.float32]:
         """The logits [V] that were asked for, until the next step."""
         logits = self._steps.on_host(self._rows[self._length - self._start])
         if self._started is not None:
-            self._end_step(self._clock() - self._started)
+            self._seconds = self._clock() - self._started
+            self._started = None
         return logits
 
     def _came_true(self, tokens: Sequence[int]) -> bool:
@@ -88,26 +69,16 @@ class SpeculativeLogits:
 
     def _begin_round(self, tokens: Sequence[int]) -> None:
         """Tell how the last round ended, and queue the step of the next."""
-        if self._drafts:
-            self._pace.drafted(len(self._drafts), [self._length - self._start], self._round_seconds)
-        self._drafts, self._length = [], -1  # until the step is queued
+        if self._seconds is not None:
+            self._drafter.took(len(self._drafts), self._length - self._start, self._seconds)
+        self._drafts, self._length, self._seconds = [], -1, None  # until the step is queued
         self._started = self._clock()
         drafts = self._propose(tokens)
         self._rows = self._steps.rows(tokens, drafts)
         self._start, self._drafts = len(tokens), drafts
-        self._drafted += len(drafts)
-
-    def _end_step(self, seconds: float) -> None:
-        """The step of this round took so long, with drafting."""
-        self._started = None
-        self._seconds += seconds
-        self._round_seconds = seconds
-        if not self._drafts:
-            self._pace.stepped(seconds)
 
     def _propose(self, tokens: Sequence[int]) -> list[int]:
-        """Drafts, unless more than the last token is yet to be read, or there is no room."""
-        count = min(self._pace.length(), self._longest - len(tokens) - 1)
-        if count < 1 or self._cache.length < len(tokens) - 1:
+        """Drafts, unless more than the last token is yet to be read."""
+        if self._cache.length < len(tokens) - 1:
             return []
-        return self._drafter.propose(tokens, count)
+        return self._drafter.propose(tokens, self._longest - len(tokens) - 1)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from exl2chat.engine.cache import PAGE, KVCache
 from exl2chat.engine.jobs_benchmark import CONVERSATION, ROOM, measure_jobs, measure_turns
 from exl2chat.engine.reply_benchmark import REPLY, measure_reply
+from exl2chat.engine.speculation_benchmark import measure_drafts
 from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.ops.attention import PLAIN_BITS
 from exl2chat.ops.kernel_benchmark import KernelRow
@@ -20,35 +21,43 @@ from exl2chat.progress import Progress
 STEPS = 40
 PROMPTS = 4
 PRODUCTS = 8
+DRAFTED, ROUNDS = 160, 5  # tokens of a reply with drafts, and how often it is written
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is timed: steps of each of `rows` tokens at each of `contexts`, where 1 is a reply of `reply` tokens;
-    prompts of so many tokens; so many jobs of the dynamic generator at a time, and the turns of a conversation."""
+    """What is timed: steps of each of `rows` tokens at each of `contexts`, where 1 is a reply of `reply` tokens; a
+    reply of `drafted` tokens with drafts at the first of them; prompts of so many tokens; so many jobs of the dynamic
+    generator at a time, and the turns of a conversation."""
 
     contexts: tuple[int, ...]
     rows: tuple[int, ...]
     prompts: tuple[int, ...]
     reply: int = REPLY
+    drafted: int = 0
     jobs: tuple[int, ...] = ()
     turns: bool = False
 
     @property
     def room(self) -> int:
         """Tokens that the cache must hold."""
-        replies = (context + max(self.reply, *self.rows) for context in self.contexts)
+        replies = [context + max(self.reply, *self.rows) for context in self.contexts]
+        replies += [context + self.drafted for context in self.contexts[:1]]
         return max((*replies, *self.prompts, PAGE * max(self.jobs, default=0), ROOM * self.turns))
 
     def within(self, room: int) -> "Workload":
         """As much of it as a cache for `room` tokens allows, and one prompt in any case."""
         contexts = tuple(context for context in self.contexts if context + max(self.reply, *self.rows) <= room)
+        drafted = self.drafted if contexts and contexts[0] + self.drafted <= room else 0
         prompts = tuple(prompt for prompt in self.prompts if prompt <= room) or (room,)
         jobs = tuple(count for count in self.jobs if PAGE * count <= room)
-        return replace(self, contexts=contexts, prompts=prompts, jobs=jobs, turns=self.turns and room >= ROOM)
+        turns = self.turns and room >= ROOM
+        return replace(self, contexts=contexts, drafted=drafted, prompts=prompts, jobs=jobs, turns=turns)
 
 
-WORKLOAD = Workload(contexts=(128, 4096, 32768), rows=(1, 5), prompts=(64, 2048, 8192), jobs=(1, 8, 32, 64), turns=True)
+WORKLOAD = Workload(
+    contexts=(128, 4096, 32768), rows=(1, 5), prompts=(64, 2048, 8192), drafted=DRAFTED, jobs=(1, 8, 32, 64), turns=True
+)
 CACHE_WORKLOAD = Workload(contexts=(4096, 32768), rows=(1, 5), prompts=())
 SHORT_WORKLOAD = Workload(contexts=(128,), rows=(1,), prompts=())
 
@@ -65,6 +74,9 @@ def measure_steps(model: Transformer, bandwidth: float, work: Workload, progress
     else:
         cache.storage.random_(0, 60)  # any codes, and scales below 1
     rows = [*_prompts(model, cache, work, progress), *_steps(model, cache, bandwidth, work, progress)]
+    if work.drafted:
+        progress("reply with drafts")
+        rows += measure_drafts(model, cache, work.contexts[0], work.drafted, ROUNDS)
     if work.jobs:
         rows += measure_jobs(model, cache, work.jobs, bandwidth, progress)
     if work.turns:

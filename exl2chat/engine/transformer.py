@@ -143,9 +143,10 @@ class Transformer:
         cache.length += count
         return logits
 
-    def step(self, tokens: Tensor, cache: KVCache, last_only: bool) -> Tensor:
+    def step(self, tokens: Tensor, cache: KVCache, last_only: bool, places: Tensor | None = None) -> Tensor:
         """The logits of tokens for which the cache has room, as `forward`, but that `cache.length` stays as it is. With
-        up to `ops.recorded_rows` tokens they follow those before `cache.position`, whatever the length."""
+        up to `ops.recorded_rows` tokens they follow those before `cache.position`, whatever the length. Of all of them,
+        of the last, or of those at `places` int64 [n]."""
         config, weights, ops = self.config, self.weights, self.ops
         heads = Heads(
             config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale, config.attention_softcap
@@ -159,6 +160,7 @@ class Transformer:
             y = ops.add_norm(x, mixed, layer.attention_post_norm, layer.mlp_norm, layer.gate_up)
             inner = ops.gate(layer.gate_up(y), config.arch.activation, layer.down)
             y = ops.add_norm(x, layer.down(inner), layer.mlp_post_norm, norm, following)
-        if last_only and tokens.shape[0] > 1:  # y itself may lie in a form of the head's own, for so many rows
-            y = ops.norm(x[-1:], weights.final_norm, weights.head)
+        if places is not None or (last_only and tokens.shape[0] > 1):
+            x = x[-1:] if places is None else x.index_select(0, places)
+            y = ops.norm(x, weights.final_norm, weights.head)  # not y's: it may lie in a form of its number of rows
         return ops.logits(weights.head(y), config.logit_softcap)

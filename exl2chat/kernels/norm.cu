@@ -77,7 +77,7 @@ __device__ __forceinline__ float sum_squares(const Row& row, float* sums) {
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
         const float4 v = row.part[u];
-        sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+        sum = __fmaf_rn(v.w, v.w, __fmaf_rn(v.z, v.z, __fmaf_rn(v.y, v.y, __fmaf_rn(v.x, v.x, sum))));
     }
 #pragma unroll
     for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
@@ -90,7 +90,7 @@ __device__ __forceinline__ float sum_squares(const Row& row, float* sums) {
 }
 
 __device__ __forceinline__ void normalise(Row& row, const Row& scale, float floor, float* sums) {
-    const float factor = rsqrtf(sum_squares(row, sums) + floor * floor);
+    const float factor = rsqrtf(__fmaf_rn(floor, floor, sum_squares(row, sums)));
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
         float4& v = row.part[u];

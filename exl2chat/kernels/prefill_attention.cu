@@ -26,7 +26,8 @@
 // measured  NVIDIA H200, 2026-11-21, us, 32 / 8 heads of 128 (torch 2.11's flash attention in brackets): 2048 tokens at
 //           the start 101 (164), after 6144 532 (764), that is 452 TFLOP/s; with a window of 1024 106, a soft cap 751;
 //           8 / 4 bits, copied to float16 before, 581 / 590. 32 tokens after 8192 37 (44), after 32736 76 (140), 8 / 4
-//           bits as they are 46 / 47 and 101 / 102. With mma.sync 2048 tokens take 132 and 777
+//           bits as they are 46 / 47 and 101 / 102. With mma.sync 2048 tokens take 132 and 777. merge_parts, 33 parts of 32
+//           tokens, took 18 before its loads no longer waited for each other
 // reference attends of exl2chat/ops/reference.py; tests/gpu/test_prefill_attention.py
 // source    FlashAttention-2 (arXiv 2307.08691); a maximum that stays needs no rescaling (FlashAttention-4)
 
@@ -310,26 +311,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, ENOUGH) prefill_attention(
     for (int m = 0; m < MTILES; m++) write(p, t, running[m], sums[m], mine + m * 16);
 }
 
-// One warp a row of [T * H].
+// One warp a row of [T * H]: a lane has some of the parts' sums, then some of the columns. Loads of several parts are on
+// their way at once, for a row of 33 parts waits for nothing else.
 extern "C" __global__ void __launch_bounds__(128) merge_parts(const __grid_constant__ Problem p) {
     const int rows = p.rows * p.heads, row = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     await_predecessor();
     release_successor();
     if (row >= rows) return;
     float most = NOTHING, sum = 0;
-    for (int part = 0; part < p.parts; part++) most = fmaxf(most, p.stats[(size_t)part * rows + row].x);
-    for (int part = 0; part < p.parts; part++) {
+#pragma unroll 1
+    for (int part = lane; part < p.parts; part += 32) most = fmaxf(most, p.stats[(size_t)part * rows + row].x);
+#pragma unroll
+    for (int step = 16; step; step >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+#pragma unroll 1
+    for (int part = lane; part < p.parts; part += 32) {
         const float2 stats = p.stats[(size_t)part * rows + row];
         sum += stats.y * exp2_fast(stats.x - most);
     }
-    for (int column = 2 * lane; column < HEAD_DIM; column += 64) {
-        float2 total = make_float2(0, 0);
-        for (int part = 0; part < p.parts; part++) {
-            const size_t at = (size_t)part * rows + row;
-            const float weight = exp2_fast(p.stats[at].x - most);
+#pragma unroll
+    for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
+    constexpr int PAIRS = (HEAD_DIM + 63) / 64;
+    float2 total[PAIRS] = {};
+#pragma unroll 8
+    for (int part = 0; part < p.parts; part++) {
+        const size_t at = (size_t)part * rows + row;
+        const float weight = exp2_fast(p.stats[at].x - most);
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) {
+            const int column = 2 * lane + 64 * i;
+            if (column >= HEAD_DIM) break;
             const float2 v = *(const float2*)(p.partial + at * HEAD_DIM + column);
-            total = make_float2(total.x + weight * v.x, total.y + weight * v.y);
+            total[i] = make_float2(total[i].x + weight * v.x, total[i].y + weight * v.y);
         }
-        *(u32*)(p.out + (size_t)row * HEAD_DIM + column) = pair(total.x / sum, total.y / sum);
+    }
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+        const int column = 2 * lane + 64 * i;
+        if (column < HEAD_DIM) *(u32*)(p.out + (size_t)row * HEAD_DIM + column) = pair(total[i].x / sum, total[i].y / sum);
     }
 }

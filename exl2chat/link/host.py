@@ -126,11 +126,12 @@ class HostPlan:
         be loaded."""
         if request.speculate == "draft" and draft is None:
             raise UsageError("there is no draft model to speculate with", "name one with --draft-model")
-        self._name = request.model if path.parent.name == "snapshots" else path.name  # there, they are commit hashes
         leaving = replaced.models if replaced else ()
         self._plan = plan_load(
             path, request.device, request.dtype, request.context, paths, progress, leaving, request.cache
         )
+        is_reference = path.parent.name == "snapshots"  # in the hub's cache, where folders are named by commit hashes
+        self._name = request.model if is_reference else self._plan.checkpoint.folder.name
         self._draft = plan_draft(draft, self._plan, paths, progress, leaving) if draft else None
         self._speculate = request.speculate
 

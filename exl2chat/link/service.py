@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from exl2chat.link.host import Host
 
 PROGRESS_SECONDS = 0.1
-# What torch on the CPU, torch on a GPU, the CUDA driver and cuBLAS say.
 
 log = logging.getLogger(__name__)
 

@@ -103,8 +103,8 @@ class _Finder:
         self.config = config
         self.tensors = tensors
         self.prefix = next((p for p in PREFIXES if f"{p}embed_tokens.weight" in tensors), PREFIXES[0])
-        norms = (f"{self.prefix}layers.", ("self_attn.q_norm.weight", "self_attn.k_norm.weight"))
-        self.has_head_norms = any(name.startswith(norms[0]) and name.endswith(norms[1]) for name in tensors)
+        layers, head_norms = f"{self.prefix}layers.", ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+        self.has_head_norms = any(name.startswith(layers) and name.endswith(head_norms) for name in tensors)
 
     def missing(self, name: str) -> ModelError:
         return ModelError(f"{self.folder.path}: no file holds tensor {name}", "download the complete model again")

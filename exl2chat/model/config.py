@@ -6,15 +6,14 @@ Keys and their meanings follow the configuration classes of transformers; where 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from exl2chat.errors import ModelError, UsageError
 from exl2chat.model.arch import ArchSpec, find_arch
 from exl2chat.model.fields import Fields
 from exl2chat.model.folder import ModelFolder
 from exl2chat.model.quant_config import QuantConfig, read_quant_config
-from exl2chat.model.rope_config import Rope as Rope
-from exl2chat.model.rope_config import read_rope
+from exl2chat.model.rope_config import Rope, read_rope
 from exl2chat.settings import option
 
 MAX_LAYERS = 512
@@ -36,8 +35,7 @@ class ModelConfig:
     windows: one entry per layer, None where attention is full; a window of w is the token itself and the w - 1 before
     it. attention_scale multiplies q.k. Soft caps are None where absent. eos_ids: union of config.json and
     generation_config.json (the tokenizer and template add theirs later); first_eos_id: the one that config.json names
-    first. quant: what is said of GPTQ. sampling:
-    generation_config.json's values under `Sampling` field names.
+    first. quant: what is said of GPTQ. sampling: generation_config.json's values under `Sampling` field names.
     """
 
     arch: ArchSpec
@@ -62,7 +60,6 @@ class ModelConfig:
     pad_id: int | None = None
     eos_ids: frozenset[int] = frozenset()
     first_eos_id: int | None = None
-    torch_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
     quant: QuantConfig = field(default_factory=QuantConfig)
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
@@ -107,7 +104,6 @@ def read_config(folder: ModelFolder) -> ModelConfig:
         pad_id=_read_id(config, "pad_token_id", vocab),
         first_eos_id=next(iter(config.ids("eos_token_id", vocab)), None),
         eos_ids=frozenset(config.ids("eos_token_id", vocab) + generation.ids("eos_token_id", vocab)),
-        torch_dtype=_read_dtype(config),
         quant=read_quant_config(folder, config),
         sampling=_read_sampling(generation),
     )
@@ -161,16 +157,6 @@ def _read_id(config: Fields, name: str, vocab_size: int) -> int | None:
     """A token id; None where absent, or -1, as older files say it."""
     value = config.integer(name, -1, vocab_size - 1, -1)
     return None if value < 0 else value
-
-
-def _read_dtype(config: Fields) -> Literal["float16", "bfloat16", "float32"]:
-    """The dtype the model was saved in: `dtype` in files of transformers 5, `torch_dtype` before."""
-    name = "dtype" if "dtype" in config else "torch_dtype"
-    match config.text(name, "float16"):
-        case "float16" | "bfloat16" | "float32" as dtype:
-            return dtype
-        case _:
-            raise config.wrong(name, "float16, bfloat16 or float32")
 
 
 def _read_sampling(generation: Fields) -> Mapping[str, Any]:

@@ -101,7 +101,8 @@ def _contained(entry: Path, root: Path) -> Path:
     if root.parent.name == "snapshots":
         allowed.append(root.parent.parent / "blobs")
     if not any(real.is_relative_to(place) for place in allowed):
-        raise ModelError(f"{entry}: is a link that leads out of the model's folder", "put the file itself there")
+        remedy = "name the folder that it leads to, or put the file itself there"
+        raise ModelError(f"{entry}: is a link that leads out of the model's folder", remedy)
     if not real.is_file():
         raise ModelError(f"{entry}: is not a regular file", "remove it or download the model again")
     return entry

@@ -46,11 +46,14 @@ def _local_folder(reference: str) -> Path | None:
     """`reference` as a folder that exists; ModelError if it can only be a path, and there is no folder."""
     try:
         path = Path(reference).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
     except RuntimeError:
         raise ModelError(f"{reference}: there is no such user", "give the path of a model folder") from None
-    if reference and path.is_dir():
+    except OSError as fault:
+        raise ModelError(f"{reference}: {fault.strerror}", "check the path") from None
+    if reference and is_folder:
         return path
-    if path.is_file():
+    if is_file:
         raise ModelError(f"{path}: is a file", "give the folder it is in")
     if reference.startswith(("/", "./", "../", "~")):
         raise ModelError(f"{path}: there is no such folder", "check the path")

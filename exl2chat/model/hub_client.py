@@ -1,7 +1,6 @@
 """The Hugging Face hub and its cache: whole model repositories, as far as a chat needs them."""
 
 import errno
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -12,8 +11,9 @@ from types import ModuleType
 from typing import Any
 
 from exl2chat.errors import ModelError
-from exl2chat.model.strict_json import parse_object
+from exl2chat.model.folder import open_folder
 from exl2chat.progress import Progress
+from exl2chat.settings import complete_environment
 
 WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
 # Sub-folders hold other formats of the same model; a consolidated file is all its weights a second time.
@@ -23,10 +23,11 @@ _SHARD = re.compile(r"(.*)-\d+-of-(\d+)\.safetensors")
 
 
 def _library() -> ModuleType:
-    """huggingface_hub, imported when first needed, its telemetry off."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    """huggingface_hub, imported when first needed: without telemetry, and without warnings, which servers write."""
+    complete_environment({"HF_HUB_DISABLE_TELEMETRY": "1"})
     import huggingface_hub
 
+    huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     return huggingface_hub
 
 
@@ -124,9 +125,8 @@ def is_complete(folder: Path) -> bool:
 
 def _is_quantised(folder: Path) -> bool:
     try:
-        file = folder / "config.json"
-        config = parse_object(file.read_bytes(), str(file))
-    except (OSError, ModelError):
+        config = open_folder(folder).read_json("config.json", required=True)
+    except ModelError:
         return False
     quantization = config.get("quantization_config")
     return isinstance(quantization, dict) and quantization.get("quant_method") in ("exl2", "gptq")

@@ -101,9 +101,10 @@ def check_lora(path: Path) -> None:
 
 
 def _read(path: Path) -> tuple[ModelFolder, _Config, Mapping[str, tuple[TensorInfo, TensorInfo]]]:
-    if not path.is_dir():
-        raise ModelError(f"{path}: is no folder", _NO_FOLDER)
-    folder = open_folder(path)
+    try:
+        folder = open_folder(path)
+    except ModelError as fault:
+        raise ModelError(fault.message, _NO_FOLDER) from None
     values = folder.read_json(CONFIG)
     if values is None or WEIGHTS not in folder.files:
         raise ModelError(f"{folder.path}: there is no {CONFIG if values is None else WEIGHTS}", _NO_FOLDER)

@@ -4,6 +4,7 @@ Everything small is read and checked here once (group tables, permutations, scal
 from a file can lie outside its arrays. Formats: EXL2 as ExLlamaV2 writes it, GPTQ as AutoGPTQ and GPTQModel do.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -134,7 +135,7 @@ def _exl2(key: str, roles: Mapping[str, TensorInfo], rows: int, columns: int) ->
     if columns % WORD or len(packed.shape) != 2:
         raise ModelError(f"{packed} has shape {list(packed.shape)}; EXL2 needs a multiple of {WORD} columns", _REMEDY)
     expect(packed, _I32, (packed.shape[0], columns))
-    count = table.shape[0] // 2 if table.shape else 0
+    count = max(1, math.prod(table.shape) // 2)
     expect(table, frozenset({"I16"}), (2 * count,))
     expect(scale, _I32, (count, columns * 4 // WORD))
     expect(scale_max, frozenset({"F16"}), (count,))

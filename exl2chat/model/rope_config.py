@@ -51,7 +51,7 @@ class Rope:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    factors: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    factors: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
 
 
 def read_rope(config: Fields, head_dim: int, context: int) -> Rope:

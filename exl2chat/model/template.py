@@ -27,6 +27,7 @@ FALLBACK = """\
 {%- endfor %}
 {%- if add_generation_prompt %}Assistant:{% endif %}"""
 FALLBACK_STOP = "\nUser:"
+MAX_STOP_STRING = 100  # its beginning says as much; what is held back while it forms takes memory by the square
 
 
 class ChatTemplate:
@@ -72,7 +73,7 @@ class ChatTemplate:
         """
         if self.source == FALLBACK:
             return (FALLBACK_STOP,)
-        between = self._after_reply[0].rstrip()
+        between = self._after_reply[0].rstrip()[:MAX_STOP_STRING]
         return (between,) if between and not self.stop_ids else ()
 
     @cached_property
@@ -107,7 +108,7 @@ class ChatTemplate:
         try:
             text = self._sandbox.render(messages, variables)
         except Refusal as fault:
-            message = f"{self._sandbox.where}: the chat template refuses this conversation: {fault}"
+            message = f"{self._sandbox.where}: the chat template refuses this conversation: {fault!s:.300}"
             raise ModelError(message, "start with a user message and alternate") from None
         return _up_to(cut, text, self._sandbox.where) if cut else text
 

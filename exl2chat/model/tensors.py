@@ -68,14 +68,14 @@ def read_tensor_index(folder: ModelFolder) -> Mapping[str, TensorInfo]:
     weight_map = _read_weight_map(folder)
     listed = set(weight_map.values())
     if not listed & present:
-        return _merge(_read_header(folder.files[name]) for name in sorted(present))
+        return _merge(folder, present)
     for name in sorted(listed - present):
         raise ModelError(f"{folder.where(name)}: this shard is in the index but not there", "download the model again")
-    headers = {name: _read_header(folder.files[name]) for name in sorted(listed)}
+    tensors = _merge(folder, listed)
     for tensor, name in weight_map.items():
-        if tensor not in headers[name]:
+        if tensor not in tensors or tensors[tensor].file != folder.files[name]:
             raise ModelError(f"{folder.where(name)}: tensor {tensor[:80]!r} of the index is not there", _REMEDY)
-    return _merge(headers.values())
+    return tensors
 
 
 def read_array(info: TensorInfo) -> npt.NDArray[Any]:
@@ -112,12 +112,16 @@ def _read_weight_map(folder: ModelFolder) -> Mapping[str, str]:
     return weight_map
 
 
-def _merge(headers: Iterable[Mapping[str, TensorInfo]]) -> Mapping[str, TensorInfo]:
+def _merge(folder: ModelFolder, names: Iterable[str]) -> Mapping[str, TensorInfo]:
+    """The tensors of several files, each tensor in one of them."""
     merged: dict[str, TensorInfo] = {}
-    for header in headers:
+    for name in sorted(names):
+        header = _read_header(folder.files[name])
         for twice in sorted(merged.keys() & header.keys()):
             raise ModelError(f"{header[twice]} is also in {merged[twice].file.name}", "keep only one of the two files")
         merged |= header
+        if len(merged) > MAX_TENSORS:
+            raise ModelError(f"{folder.path}: more than {MAX_TENSORS} tensors", "this is no model we can load")
     return merged
 
 
@@ -133,8 +137,6 @@ def _read_header(file: Path) -> Mapping[str, TensorInfo]:
         raise ModelError(f"{file}: {fault.strerror}", "check the file and its permissions") from None
     header = parse_object(raw, f"{file} (header)")
     header.pop("__metadata__", None)
-    if len(header) > MAX_TENSORS:
-        raise ModelError(f"{file}: {len(header)} tensors, over {MAX_TENSORS}", "this is no model we can load")
     tensors = {name: _read_entry(name, entry, file, 8 + length) for name, entry in header.items()}
     _check_layout(tensors.values(), file, 8 + length, size)
     return tensors

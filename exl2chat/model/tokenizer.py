@@ -1,6 +1,7 @@
 """Text to token ids and back, for tokenizer.json and sentencepiece models alike."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, groupby
 from typing import Protocol
 
 from exl2chat.errors import ModelError, UsageError
@@ -10,6 +11,8 @@ from exl2chat.model.folder import ModelFolder
 from exl2chat.model.huggingface_tokenizer import HuggingFaceBackend, Span
 from exl2chat.model.sentencepiece_tokenizer import SentencePieceBackend
 from exl2chat.model.special_tokens import SpecialTokens, read_special_tokens
+
+Cluster = tuple[list[int], int, int]  # ids, and the start and the end of their characters
 
 
 class Backend(Protocol):
@@ -82,21 +85,19 @@ class Tokenizer:
         """
         check_text(rendered.text)
         ids: list[int] = []
-        spelled: tuple[int, int] | None = None
-        for group, start, end in _clusters(self._backend.spans(rendered.text)):
-            if self._trusted(group, rendered.text[start:end], rendered.hidden):
-                if spelled is not None:
-                    ids += self._spell_out(rendered.reveal(rendered.text[slice(*spelled)]), opening=spelled[0] == 0)
-                    spelled = None
-                ids += group
+        clusters = _clusters(self._backend.spans(rendered.text))
+        for trusted, run in groupby(clusters, lambda cluster: self._trusted(cluster, rendered)):
+            groups, starts, ends = zip(*run, strict=True)
+            if trusted:
+                ids += chain.from_iterable(groups)
             else:
-                spelled = (start if spelled is None else spelled[0], end)
-        if spelled is not None:
-            ids += self._spell_out(rendered.reveal(rendered.text[slice(*spelled)]), opening=spelled[0] == 0)
+                ids += self._spell_out(rendered.reveal(rendered.text[starts[0] : ends[-1]]), opening=starts[0] == 0)
         return ids
 
-    def _trusted(self, group: Sequence[int], source: str, hidden: Mapping[str, str]) -> bool:
-        if not hidden.keys().isdisjoint(source):
+    def _trusted(self, cluster: Cluster, rendered: Rendered) -> bool:
+        group, start, end = cluster
+        source = rendered.text[start:end]
+        if not rendered.hidden.keys().isdisjoint(source):
             return False
         return all(self._guarded.get(token_id, source.strip()) == source.strip() for token_id in group)
 
@@ -137,6 +138,12 @@ def open_tokenizer(folder: ModelFolder) -> Tokenizer:
     return Tokenizer(backend, tokens, {**backend.names(), **tokens.names})
 
 
+def token_texts(tokenizer: Tokenizer, size: int) -> list[bytes]:
+    """The bytes of each token below `size` inside a text; b"" for one that is not shown."""
+    pieces = map(tokenizer.piece, range(size))
+    return [piece.rest if piece else b"" for piece in pieces]
+
+
 def check_text(text: object) -> None:
     """UsageError for what is no text, or holds half of a surrogate pair, which no encoding has."""
     if not isinstance(text, str):
@@ -148,8 +155,8 @@ def check_text(text: object) -> None:
         raise UsageError(what, "leave it out, or put \ufffd in its place") from None
 
 
-def _clusters(spans: Sequence[Span]) -> Iterable[tuple[list[int], int, int]]:
-    """Tokens grouped so that no two groups share a character: ids, start, end. A byte token may have an empty span."""
+def _clusters(spans: Sequence[Span]) -> Iterable[Cluster]:
+    """Tokens grouped so that no two groups share a character. A byte token may have an empty span."""
     group: list[int] = []
     first = last = 0
     for token_id, start, end in spans:

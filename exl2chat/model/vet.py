@@ -54,8 +54,8 @@ def vet(folder: ModelFolder, paths: Paths) -> None:
     passed = paths.cache / "vetted"
     if digest in _digests_in(passed):
         return
-    child = subprocess.run(
-        [sys.executable, "-m", "exl2chat.model.vet", str(folder.path)],
+    child = subprocess.run(  # -P: what lies in the current folder, which may be the model's, is not imported
+        [sys.executable, "-P", "-m", "exl2chat.model.vet", str(folder.path)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=False,

@@ -99,7 +99,7 @@ def pip_download(wheel: Wheel, folder: Path, progress: Progress) -> None:
 def _pip() -> list[str]:
     """A command that runs pip: this environment's, or, where there is none, the one Python carries for new ones."""
     if importlib.util.find_spec("pip"):
-        return [sys.executable, "-m", "pip"]
+        return [sys.executable, "-P", "-m", "pip"]  # -P: not a pip.py in the current folder
     ensurepip = importlib.util.find_spec("ensurepip")
     places = (ensurepip.submodule_search_locations if ensurepip else None) or []
     for bundled in (file for place in places for file in Path(place).glob("_bundled/pip-*.whl")):

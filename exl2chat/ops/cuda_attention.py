@@ -15,6 +15,7 @@ from exl2chat.ops.cache_format import TOKENS, CacheFormat
 from exl2chat.ops.cuda_prefill import Span, address, prefill_attention
 from exl2chat.ops.packed import Norm, Weight
 from exl2chat.ops.partial import count_parts, suffix
+from exl2chat.ops.tiled import TiledWeight
 
 MAX_ROWS = 16  # of attention.cu
 MAX_SPLITS = 128
@@ -184,7 +185,8 @@ class CudaAttend:
         q = self.ops.rope_cache(qkv, head_norm, self.store, self.layer, self.heads)
         store = self.store
         span = None if store.last is None else Span(store.position, store.last)
-        return prefill_attention(q, self.layer, store.length, self.heads, self.window, store.bits, store.pages, span)
+        out = prefill_attention(q, self.layer, store.length, self.heads, self.window, store.bits, store.pages, span)
+        return into.arranged(out) if isinstance(into, TiledWeight) else out  # so that nobody adds its sums up before
 
 
 def _stride(layer: Tensor) -> NDArray[np.int64]:

@@ -125,13 +125,18 @@ class TiledWeight:
         if x.dim() == 4:
             return self.partial_sums(x)
         rows = x.shape[0]
-        if rows <= self.most_rows:
-            return add_up(self.partial_sums(arrange(x, self.order)))
         if rows <= self.some_rows:
-            return add_up(self.partial_sums(arrange(x, self.tile_order)))
+            return add_up(self.partial_sums(self.arranged(x)))
         if self.gemm is None and rows <= FEW_ROWS:
             return torch.cat([self(some) for some in torch.split(x, self.most_rows)])
         return self.by_reconstruction(x)
+
+    def arranged(self, x: Tensor) -> Tensor:
+        """x [rows, K] as `partial_sums` takes it, of up to `some_rows` rows; with more of them x."""
+        rows = x.shape[0]
+        if rows > self.some_rows:
+            return x
+        return arrange(x, self.order if rows <= self.most_rows else self.tile_order)
 
     def partial_sums(self, arranged: Tensor) -> Tensor:
         """Float32 [P, rows, width], whose sum over P, in order, is x W + bias, of up to `some_rows` rows."""

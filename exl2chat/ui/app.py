@@ -6,7 +6,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -22,21 +21,21 @@ from textual.widgets import Static
 from exl2chat.chat.commands import COMMANDS, help_page
 from exl2chat.chat.controller import Controller
 from exl2chat.chat.history import History
-from exl2chat.chat.session import list_sessions
+from exl2chat.chat.session import session_files
 from exl2chat.errors import ChatError
-from exl2chat.paths import Paths
+from exl2chat.paths import Paths, theme_files
 from exl2chat.safetext import scrub, scrub_line
 from exl2chat.ui.bars import HintBar, LoadBar, QueueBar, StatusBar, TitleBar
 from exl2chat.ui.completion import CompletionList
 from exl2chat.ui.crash import write_crash
 from exl2chat.ui.driver import ChatDriver
-from exl2chat.ui.entries import day
+from exl2chat.ui.entries import choice_of
 from exl2chat.ui.keys import HINTS, bindings, keys_page
 from exl2chat.ui.panels import Choice, Page, Picker
 from exl2chat.ui.presenter import Bars, Presenter, Severity
 from exl2chat.ui.prompt import Prompt
 from exl2chat.ui.safety import SafeText, release
-from exl2chat.ui.themes import ChatTheme, load_theme, theme_files
+from exl2chat.ui.themes import ChatTheme, load_theme
 from exl2chat.ui.transcript import Transcript
 
 YOUNG_OBJECTS = 5000  # the default of 700 made 500 collections in a long reply, some of them 15 ms long
@@ -56,9 +55,7 @@ class ChatApp(App[int]):
         super().__init__(driver_class=ChatDriver, watch_css=False)
         self.controller = controller
         self.paths = paths
-        self.themes = theme_files(paths)
         self._look = self._dress(controller.settings["theme"]).look
-        controller.names = replace(controller.names, themes=tuple(self.themes))
         self.transcript = Transcript(self._look, id="transcript")
         self._completions = CompletionList()
         self.prompt = Prompt(
@@ -145,9 +142,10 @@ class ChatApp(App[int]):
         self.push_screen(Page(title, markdown, self._look))
 
     def choose_session(self, query: str) -> None:
-        """Let the user pick a saved session."""
-        saved = [Choice(s.id, s.title, f"{s.messages} messages · {day(s.updated)}") for s in list_sessions(self.paths)]
-        self.push_screen(Picker("Sessions", saved, query, self.controller.session.id), partial(self._run_with, "open"))
+        """Let the user pick a saved session; by its path, as a file that was copied has the id of the other."""
+        saved = [choice_of(path, found) for path, found in session_files(self.paths)]
+        here = str(self.controller.session.file)
+        self.push_screen(Picker("Sessions", saved, query, here), partial(self._run_with, "open"))
 
     def choose_theme(self) -> None:
         """Let the user pick a theme; the one that is marked is worn meanwhile."""
@@ -157,7 +155,7 @@ class ChatApp(App[int]):
             self.wear(before)
             await self._run_with("theme", name)
 
-        picker = Picker("Themes", [Choice(name, name) for name in self.themes], "", before, self.wear)
+        picker = Picker("Themes", [Choice(name, name) for name in theme_files(self.paths)], "", before, self.wear)
         picker.add_class("corner")
         self.push_screen(picker, chosen)
 
@@ -238,7 +236,7 @@ class ChatApp(App[int]):
 
     def _dress(self, name: str) -> ChatTheme:
         """Put on the theme `name`. UsageError when it is missing or broken."""
-        theme = load_theme(name, self.themes)
+        theme = load_theme(name, theme_files(self.paths))
         self.register_theme(theme.textual)
         self.theme = theme.name
         return theme

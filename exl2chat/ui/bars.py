@@ -27,7 +27,8 @@ PHASES = {
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the status line says. Tokens; seconds; 0 where unknown. `form`: what replies must be, in a word."""
+    """What the status line says. Tokens; seconds; 0 where unknown. `form`: what replies must be, in a word. `editing`:
+    what is typed is to replace a message."""
 
     phase: Phase = "down"
     used: int = 0
@@ -36,22 +37,23 @@ class Status:
     first_token_s: float = 0.0
     queued: int = 0
     form: str = ""
+    editing: bool = False
 
 
 class Line(Widget):
     """One row of text."""
 
-    DEFAULT_CSS = "Line { height: 1; }"
+    DEFAULT_CSS = "Line { height: 1; text-wrap: nowrap; text-overflow: ellipsis; }"
 
 
 class TitleBar(Line):
-    """The session's title, and the model at the right."""
+    """The session's title, and the model at the right, of which the more important words come first."""
 
     title = reactive("")
-    model = reactive("")
+    model: reactive[tuple[str, ...]] = reactive(())
 
     def render(self) -> Text:
-        return spread(Text(scrub_line(self.title), "bold"), Text(scrub_line(self.model)), self.size.width)
+        return title_line(scrub_line(self.title), [scrub_line(word) for word in self.model], self.size.width)
 
 
 class StatusBar(Line):
@@ -60,7 +62,7 @@ class StatusBar(Line):
     status = reactive(Status())
 
     def render(self) -> Text:
-        return Text(joined(status_words(self.status), self.size.width), no_wrap=True, overflow="ellipsis")
+        return Text(joined(status_words(self.status), self.size.width))
 
 
 class HintBar(Line):
@@ -69,7 +71,7 @@ class HintBar(Line):
     hints: reactive[tuple[str, ...]] = reactive(())
 
     def render(self) -> Text:
-        return Text(joined(self.hints, self.size.width), no_wrap=True, overflow="ellipsis")
+        return Text(joined(self.hints, self.size.width))
 
 
 class QueueBar(Line):
@@ -85,7 +87,7 @@ class QueueBar(Line):
 
     def render(self) -> Text:
         waiting = " │ ".join(scrub_line(text[:LONGEST_QUEUED]) for text in self.queued)
-        return Text(f"queued: {waiting}", no_wrap=True, overflow="ellipsis")
+        return Text(f"queued: {waiting}")
 
 
 class LoadBar(Line):
@@ -110,13 +112,19 @@ class LoadBar(Line):
     def render(self) -> Text:
         if self.progress is None:
             return Text()
-        return Text(load_words(self.progress, time.monotonic() - self._since), no_wrap=True, overflow="ellipsis")
+        return Text(load_words(self.progress, time.monotonic() - self._since, self.size.width))
 
 
-def spread(left: Text, right: Text, width: int) -> Text:
-    """Two texts at the ends of a line; the left one gives way."""
-    left.truncate(max(0, width - right.cell_len - 2), overflow="ellipsis")
-    return Text.assemble(left, " " * max(1, width - left.cell_len - right.cell_len), right, no_wrap=True)
+def title_line(title: str, model: Sequence[str], width: int) -> Text:
+    """The title and, at the other end of the line, as many words of the model as fit beside it or in half of the line;
+    then the title gives way."""
+    room = width - 2 - min(cell_len(title), width // 2)
+    shown = [" · ".join(model[:count]) for count in range(1, len(model) + 1)]
+    right = Text(next((words for words in reversed(shown) if cell_len(words) <= room), shown[0] if shown else ""))
+    right.truncate(max(1, room), overflow="ellipsis")
+    left = Text(title, "bold")
+    left.truncate(max(1, width - right.cell_len - 2), overflow="ellipsis")
+    return Text.assemble(left, " " * max(1, width - left.cell_len - right.cell_len), right)
 
 
 def joined(words: Sequence[str], width: int) -> str:
@@ -135,6 +143,8 @@ def status_words(status: Status) -> list[str]:
         words.append("Esc cancels")
     if status.queued:
         words.append(f"{status.queued} queued")
+    if status.editing:
+        words.append("editing")
     if status.form:
         words.append(f"{status.form} only")
     if status.context:
@@ -147,8 +157,8 @@ def status_words(status: Status) -> list[str]:
     return words
 
 
-def load_words(progress: LoadProgress, seconds: float) -> str:
-    """Stage, bar, share and seconds of a load."""
+def load_words(progress: LoadProgress, seconds: float, width: int) -> str:
+    """Stage, bar, share and seconds of a load; in a narrow line fewer of them."""
     waited = f"{seconds:.0f} s"
     stage = scrub_line(progress.stage)
     if not progress.total:
@@ -158,7 +168,13 @@ def load_words(progress: LoadProgress, seconds: float) -> str:
         counts = f"{size(progress.done)} of {size(progress.total)}"
     else:
         counts = f"{progress.done} of {progress.total} {scrub_line(progress.unit)}".rstrip()
-    return f"{stage} {meter(share, BAR_CELLS)} {share:4.0%} · {counts} · {waited}"
+    words = f"{stage} {meter(share, BAR_CELLS)} {share:4.0%}"
+    more = f"{words} · {counts} · {waited}"
+    if cell_len(words) <= width:
+        return more if cell_len(more) <= width else words
+    beginning = Text(stage)
+    beginning.truncate(max(1, width - len(" 100%")), overflow="ellipsis")
+    return f"{beginning.plain} {share:4.0%}"
 
 
 def meter(share: float, cells: int) -> str:

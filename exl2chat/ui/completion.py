@@ -57,6 +57,4 @@ class CompletionList(OptionList, can_focus=False):
 
 def _line(completion: Completion, wide: int) -> Text:
     name = scrub_line(completion.display)
-    return Text.assemble(
-        name[:wide].ljust(wide + 2), (scrub_line(completion.help), "dim"), no_wrap=True, overflow="ellipsis"
-    )
+    return Text.assemble(name[:wide].ljust(wide + 2), (scrub_line(completion.help), "dim"))

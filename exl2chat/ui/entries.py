@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from datetime import datetime
+from pathlib import Path
 
 from exl2chat.chat.events import Message
+from exl2chat.chat.session import SessionSummary
 from exl2chat.chat.tree import Tree
 from exl2chat.link.protocol import Stats
 from exl2chat.safetext import scrub_line
+from exl2chat.ui.panels import Choice
 from exl2chat.ui.section import Entry, Level
 
 REMARKS: Mapping[str, tuple[str, Level]] = {
@@ -55,6 +58,9 @@ def clock(created: str) -> str:
         return ""
 
 
-def day(seconds: float) -> str:
-    """The local date and time of a moment given in seconds since 1970."""
-    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
+def choice_of(path: Path, found: SessionSummary | str) -> Choice:
+    """A session file in a list: its title, when it changed, local, and how long it is; or why it cannot be opened."""
+    if isinstance(found, str):
+        return Choice(str(path), path.name, f"cannot be read: {found}", disabled=True)
+    changed = datetime.fromtimestamp(found.updated).strftime("%Y-%m-%d %H:%M")
+    return Choice(str(path), found.title, f"{changed} · {found.messages} message{'s' * (found.messages != 1)}")

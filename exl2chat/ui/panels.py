@@ -66,11 +66,12 @@ class Page(ModalScreen[None]):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A line of a list: what choosing it returns, what it says, what stands beside it."""
+    """A line of a list: what choosing it returns, what it says, what stands beside it. A disabled one only informs."""
 
     id: str
     label: str
     detail: str = ""
+    disabled: bool = False
 
 
 class Picker(ModalScreen[str | None]):
@@ -98,7 +99,7 @@ class Picker(ModalScreen[str | None]):
         self._query = query
         self._marked = marked
         self._preview = preview
-        self._shown: list[Choice] = []
+        self._rows: list[int] = []  # of those shown, the ones that can be chosen
         self._options = OptionList(compact=True)
 
     def compose(self) -> ComposeResult:
@@ -118,9 +119,7 @@ class Picker(ModalScreen[str | None]):
 
     @on(Input.Submitted)
     def _on_chosen(self) -> None:
-        row = self._options.highlighted
-        if row is not None:
-            self.dismiss(self._shown[row].id)
+        self._options.action_select()
 
     @on(OptionList.OptionSelected)
     def _on_option_chosen(self, event: OptionList.OptionSelected) -> None:
@@ -132,23 +131,22 @@ class Picker(ModalScreen[str | None]):
             self._preview(event.option_id)
 
     def action_step(self, rows: int) -> None:
-        options = self._options
-        if self._shown:
-            options.highlighted = min(max((options.highlighted or 0) + rows, 0), len(self._shown) - 1)
+        if self._rows:
+            at = self._rows.index(self._options.highlighted or 0) + rows
+            self._options.highlighted = self._rows[min(max(at, 0), len(self._rows) - 1)]
 
     def _filter(self, query: str) -> None:
         words = query.casefold().split()
-        self._shown = [c for c in self._choices if all(word in f"{c.label} {c.detail}".casefold() for word in words)]
+        shown = [c for c in self._choices if all(word in f"{c.label} {c.detail}".casefold() for word in words)]
+        self._rows = [number for number, choice in enumerate(shown) if not choice.disabled]
         options = self._options
         options.clear_options()
-        rows = [Option(_line(choice), id=choice.id) for choice in self._shown]
+        rows = [Option(_line(choice), choice.id, choice.disabled) for choice in shown]
         options.add_options(rows or [Option("no match", disabled=True)])
-        if self._shown:
-            at = [number for number, choice in enumerate(self._shown) if choice.id == self._marked]
-            options.highlighted = at[0] if at else 0
+        if self._rows:
+            at = [number for number in self._rows if shown[number].id == self._marked]
+            options.highlighted = at[0] if at else self._rows[0]
 
 
 def _line(choice: Choice) -> Text:
-    return Text.assemble(
-        scrub_line(choice.label), "  ", (scrub_line(choice.detail), "dim"), no_wrap=True, overflow="ellipsis"
-    )
+    return Text.assemble(scrub_line(choice.label), "  ", (scrub_line(choice.detail), "dim"))

@@ -6,7 +6,6 @@ from typing import Literal, Protocol
 
 from exl2chat.chat import events as chat
 from exl2chat.chat.controller import Controller
-from exl2chat.safetext import scrub_line
 from exl2chat.ui.bars import LoadBar, QueueBar, Status, StatusBar, TitleBar
 from exl2chat.ui.entries import entry_of, speaker
 from exl2chat.ui.prompt import Prompt
@@ -82,6 +81,7 @@ class Presenter:
             first_token_s=stats.first_token_s if stats else 0.0,
             queued=len(controller.queued),
             form=controller.form.kind if controller.form else "",
+            editing=self._prompt.replaces is not None,
         )
 
     @singledispatchmethod
@@ -139,7 +139,7 @@ class Presenter:
     def _(self, _: chat.SessionChanged) -> None:
         session, model = self._controller.session, self._controller.model
         self._bars.title.title = (session.title or "new chat") + (" · read-only" if session.read_only else "")
-        self._bars.title.model = scrub_line(f"{model.name} · {model.quantization} · {model.device}") if model else ""
+        self._bars.title.model = (model.name, model.quantization, model.device) if model else ()
 
     @_show.register
     def _(self, event: chat.SettingChanged) -> None:
@@ -156,8 +156,7 @@ class Presenter:
 
     @_show.register
     def _(self, event: chat.FillPrompt) -> None:
-        self._prompt.put(event.text)
-        self._prompt.replaces = event.replaces
+        self._prompt.give(event.text, event.replaces)
 
     @_show.register
     def _(self, event: chat.ChooseSession) -> None:

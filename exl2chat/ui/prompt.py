@@ -85,6 +85,14 @@ class Prompt(TextArea):
         self.move_cursor(self.document.end)
         self._recalled = 0
 
+    def give(self, text: str, replaces: str | None) -> None:
+        """Put `text`, which is to replace the message `replaces` if there is one, before what is typed."""
+        if self.text:
+            self.insert(text + "\n", self.document.start)
+        else:
+            self.put(text)
+        self.replaces = replaces
+
     def edit(self, edit: Edit) -> EditResult:
         """Change the text: whatever is typed, pasted or put does, at once. Undoing does not come through here."""
         edit.text = hold(scrub_controls(edit.text))
@@ -188,9 +196,9 @@ class Prompt(TextArea):
         event.stop()
         event.prevent_default()
         text = scrub_controls(event.text)
-        lines = text.count("\n") + 1
+        lines = text.count("\n") + (not text.endswith("\n"))
         if len(text) > PASTE_CHARACTERS or lines > PASTE_LINES:
-            token = f"⟦paste {len(self._pastes) + 1}: {lines} lines, {len(text)} characters⟧"
+            token = f"⟦paste {len(self._pastes) + 1}: {lines} line{'s' * (lines != 1)}, {len(text)} characters⟧"
             self._pastes[token] = text
             text = token
         self.insert(text)

@@ -27,6 +27,7 @@ from exl2chat.ui.look import Look
 
 MARGIN = 2  # empty cells left of everything
 NARROWEST = 8
+LEGIBLE = 6  # cells that a column of a table has, unless its words are shorter
 _TASKS = {"[ ] ": "☐ ", "[x] ": "☑ ", "[X] ": "☑ "}
 _INLINE = {"strong": Style(bold=True), "em": Style(italic=True), "s": Style(strike=True)}
 
@@ -207,26 +208,38 @@ class Renderer:
     # Tables
 
     def _table(self, block: Block, width: int, widths: tuple[int, ...]) -> tuple[list[Text], tuple[int, ...]]:
-        """Rows with aligned columns, and the widths for the rows to come. A joined table shows no header again."""
+        """Rows with aligned columns, and the widths for the rows to come, of 0 where there is no room for columns. A
+        joined table shows no header again."""
         rows = self._cells(block.text)
         if not rows:
             return [Text(line) for line in block.text.split("\n")], widths
-        columns = len(rows[0])
-        widths = widths or fit(
-            [max(row[i].cell_len for row in rows) for i in range(columns)],
-            [max(longest_word(row[i].plain) for row in rows) for i in range(columns)],
-            width,
-        )
         header, *body = rows
+        for cell in header:
+            cell.stylize(self.look.heading)
+        if not widths:
+            columns = list(zip(*rows, strict=True))
+            words = [max(longest_word(cell.plain) for cell in column) for column in columns]
+            widths = fit([max(cell.cell_len for cell in column) for column in columns], words, width)
+            if body and any(cells < min(word, LEGIBLE) for cells, word in zip(widths, words, strict=True)):
+                widths = (0,) * len(header)
+        if not any(widths):
+            records = list(self._records(header, body, width))
+            return records if block.joined else records[1:], widths
         lines: list[Text] = []
         if not block.joined:
-            for cell in header:
-                cell.stylize(self.look.heading)
             lines += self._table_row(header, widths)
             lines.append(_ink("  ".join("─" * w for w in widths), self.look.quote))
         for row in body:
             lines += self._table_row(row, widths)
         return lines, widths
+
+    def _records(self, header: Sequence[Text], body: Sequence[Sequence[Text]], width: int) -> Iterator[Text]:
+        """An empty line before each row, then its cells one below the other, each with the name of its column."""
+        for row in body:
+            yield Text()
+            for name, cell in zip(header, row, strict=True):
+                line = Text.assemble(name, ": " if name else "", cell)
+                yield from line.wrap(self._console, width, overflow="fold")
 
     def _cells(self, source: str) -> list[list[Text]]:
         rows: list[list[Text]] = []

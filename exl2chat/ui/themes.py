@@ -1,7 +1,6 @@
 """Themes: TOML files, checked, as a Textual theme and a Look.
 
-Later folders win: the package's own, `themes/` of a checkout, the user's. The name is the file's stem. `extends` takes
-everything a file does not say from another theme.
+`exl2chat.paths.theme_files` finds them. `extends` takes everything a file does not say from another theme.
 """
 
 import tomllib
@@ -16,7 +15,6 @@ from rich.style import Style
 from textual.theme import Theme
 
 from exl2chat.errors import UsageError
-from exl2chat.paths import Paths
 from exl2chat.ui.look import SYNTAX, Look
 
 Colour = Annotated[str, msgspec.Meta(pattern=r"^#[0-9a-fA-F]{6}$")]
@@ -68,14 +66,6 @@ class ChatTheme:
     name: str
     textual: Theme
     look: Look
-
-
-def theme_files(paths: Paths) -> Mapping[str, Path]:
-    """Every theme there is, by name."""
-    package = Path(__file__).parent.parent
-    bundled = package / "_themes"
-    folders = (bundled if bundled.is_dir() else package.parent / "themes", paths.themes)
-    return {file.stem: file for folder in folders for file in sorted(folder.glob("*.toml"))}
 
 
 def load_theme(name: str, files: Mapping[str, Path]) -> ChatTheme:

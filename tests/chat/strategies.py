@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from exl2chat.chat.events import Message
 from exl2chat.chat.records import Draft, Set, Title
 from exl2chat.chat.tree import Head
-from exl2chat.link.protocol import Stats
+from exl2chat.link.protocol import Form, Stats
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.sampled_from(
     ["", "line\nline", "\u2028 \x85 \x1c", '{"k":"msg"', "\0\0", "naïve 🐈"]
@@ -34,9 +34,10 @@ def steps(draw: st.DrawFn, most: int = 12) -> list[Message | Head]:
     return made
 
 
+forms = st.none() | st.builds(Form, st.just("regex"), texts, texts)
 others = (
     st.builds(Title, texts)
-    | st.builds(Set, st.dictionaries(st.sampled_from(["model", "top_k"]), st.integers(0, 9) | texts, max_size=2))
+    | st.builds(Set, st.dictionaries(st.sampled_from(["model", "top_k"]), st.integers(0, 9) | texts, max_size=2), forms)
     | st.builds(Draft, st.sampled_from(["x", "y"]), st.none(), texts)
 )
 

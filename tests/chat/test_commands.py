@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exl2chat.chat.commands import BY_NAME, COMMANDS, Invocation, Text, Unknown, command_page, help_page, parse
-from exl2chat.chat.completion import Names, complete
+from exl2chat.chat.completion import complete
 from exl2chat.chat.events import Message
 from exl2chat.chat.grammar import literal
 from exl2chat.chat.session import Session
@@ -18,7 +18,7 @@ from exl2chat.settings import OPTIONS
 
 from .conftest import Start
 
-NAMES = Names(models=("smollm2", "org/Other-Model"), themes=("exl2-dark", "exl2-light"))
+MODELS = ("smollm2", "org/Other-Model")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ async def test_no_command_fails_with_anything_but_a_clear_line(
 
 
 def offered(line: str, paths: Paths) -> list[str]:
-    return [completion.text for completion in complete(line, NAMES, paths)]
+    return [completion.text for completion in complete(line, MODELS, paths)]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def offered(line: str, paths: Paths) -> list[str]:
         ("/set nosuch ", []),
         ("/model sm", ["/model smollm2"]),
         ("/model OTHER", ["/model org/Other-Model"]),
-        ("/theme ", ["/theme exl2-dark", "/theme exl2-light"]),
+        ("/theme exl2", ["/theme exl2-dark", "/theme exl2-light"]),
         ("/export ", ["/export md", "/export json", "/export txt"]),
         ("/help und", ["/help undo"]),
         ("/branch p", ["/branch prev"]),
@@ -127,7 +127,7 @@ def test_completion(line: str, expected: list[str], paths: Paths) -> None:
 
 
 def test_all_commands_are_offered_with_their_summaries(paths: Paths) -> None:
-    assert [(c.display, c.help) for c in complete("/", NAMES, paths)] == [
+    assert [(c.display, c.help) for c in complete("/", MODELS, paths)] == [
         (f"/{row.name} {row.syntax}".rstrip(), row.summary) for row in COMMANDS
     ]
 
@@ -135,13 +135,13 @@ def test_all_commands_are_offered_with_their_summaries(paths: Paths) -> None:
 def test_saved_sessions_are_offered_by_title(paths: Paths) -> None:
     session = Session.create(paths)
     session.add(Message("u1", None, "user", "Quantum cats"))
-    [found] = complete("/open quantum c", NAMES, paths)
+    [found] = complete("/open quantum c", MODELS, paths)
     assert (found.text, found.display, found.help) == (f"/open {session.id}", "Quantum cats", "1 message")
 
 
 @given(st.text(max_size=30))
 def test_completion_bears_anything(line: str) -> None:
-    for completion in complete("/" + line, NAMES, Paths.default(Path("/nonexistent"))):
+    for completion in complete("/" + line, MODELS, Paths.default(Path("/nonexistent"))):
         assert isinstance(parse(completion.text), Invocation)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+from pathlib import Path
 
 import pytest
 
@@ -15,18 +16,18 @@ from exl2chat.settings import Settings
 from . import conftest
 from .conftest import HELD, Start, replies
 from .faults import FailingDisk
-from .test_controller import KeepingEngine
+from .test_controller_loads import KeepingEngine
 
 
 async def test_the_session_restores_what_was_set_in_it(start: Start, paths: Paths) -> None:
     chat = await (await start(replies("a"), Session.create(paths))).ready()
-    await chat.say("/model org/other", "/system Be brief.", "/set temperature 0.25", "/theme dark", "hi")
+    await chat.say("/model org/other", "/system Be brief.", "/set temperature 0.25", "/theme nord", "hi")
     id = chat.controller.session.id
     await chat.say("/new", "/set temperature 1.5", "/system off", "/model smollm2", "hello", f"/open {id}")
     settings = chat.controller.settings
     assert (settings["model"], settings["system"]) == ("org/other", "Be brief.")
     assert settings.lookup("temperature") == (0.25, "session")
-    assert settings["theme"] == "dark"
+    assert settings["theme"] == "nord"
     assert chat.loads[-1].model == "org/other"
     assert chat.texts == ["hi", "a"]
 
@@ -76,6 +77,51 @@ async def test_a_flag_wins_over_the_session(start: Start, paths: Paths) -> None:
     assert settings.lookup("temperature") == (1.0, "flag")
     assert settings.lookup("top_k") == (9, "session")
     assert settings.lookup("top_p")[1] == "default"
+
+
+async def test_a_session_remembers_what_it_began_with_and_no_flag_of_a_later_run(start: Start, paths: Paths) -> None:
+    began = Settings().with_layer("config.toml", {"top_k": 9}).with_layer("flag", {"model": "a", "temperature": 0.25})
+    chat = await (await start(replies("a"), Session.create(paths), began)).ready()
+    await chat.say("/set min_p 0.5", "hi", "/set min_p default", "/set top_p 0.5")
+    await chat.controller.close()
+    remembered = {"model": "a", "temperature": 0.25, "top_k": 9, "top_p": 0.5}
+    saved = Session.open("last", paths)
+    assert saved.settings == remembered
+    later = Settings().with_layer("environment", {"top_k": 3}).with_layer("flag", {"model": "b", "temperature": 1.5})
+    chat = await (await start(replies("a"), saved, later)).ready()
+    await chat.say("hi", "/set temperature 0.75")
+    assert (chat.loads[-1].model, chat.generated[-1].sampling.temperature) == ("b", 1.5)
+    assert chat.controller.session.settings == {**remembered, "temperature": 0.75}
+    await chat.say("/set temperature default")
+    assert chat.controller.settings.lookup("temperature") == (1.5, "flag")
+    assert chat.controller.session.settings == remembered
+
+
+async def test_a_session_finds_its_folders_again_from_another_folder(
+    start: Start, paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "models"
+    for name in ("mine", "smollm2"):
+        (here / name).mkdir(parents=True)
+    monkeypatch.chdir(here)
+    flags = {"model": "mine", "lora": "x:0.5,y"}
+    chat = await (await start(replies("a"), Session.create(paths), Settings().with_layer("flag", flags))).ready()
+    await chat.say("hi", "/model ./mine", "/fork")
+    assert chat.controller.session.settings == {"model": f"{here}/mine", "lora": f"{here}/x:0.5,{here}/y:1.0"}
+    assert [load.model for load in chat.loads] == [f"{here}/mine"]
+    await chat.say("/model smollm2")
+    assert chat.controller.session.settings["model"] == chat.loads[-1].model == "smollm2"
+
+
+async def test_a_session_opened_from_another_keeps_its_own(start: Start, paths: Paths) -> None:
+    other = Session.create(paths)
+    other.record_settings({"model": "a", "temperature": 0.25})
+    other.add(Message("u1", None, "user", "other"))
+    other.close()
+    flags = Settings().with_layer("flag", {"temperature": 1.5, "system": "Be brief."})
+    chat = await (await start(replies("a", "b"), Session.create(paths), flags)).ready()
+    await chat.say("hi", "/open other", "more")
+    assert chat.controller.session.settings == other.settings
 
 
 async def test_a_read_only_session_gives_the_text_back(start: Start, paths: Paths) -> None:

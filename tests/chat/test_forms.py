@@ -6,15 +6,16 @@ import pytest
 
 from exl2chat.chat.completion import complete
 from exl2chat.chat.events import Notice, ShowPage
-from exl2chat.chat.forms import form_of
+from exl2chat.chat.forms import Kind, form_of
 from exl2chat.chat.pages import form_page
+from exl2chat.chat.session import Session
 from exl2chat.errors import UsageError
 from exl2chat.link.protocol import Form
 from exl2chat.link.scripted import Fail, Say, Script
 from exl2chat.paths import Paths
 
 from .conftest import Start, replies
-from .test_commands import NAMES
+from .test_commands import MODELS
 
 
 async def test_a_form_holds_for_the_next_replies_until_it_is_taken_back(start: Start) -> None:
@@ -23,6 +24,20 @@ async def test_a_form_holds_for_the_next_replies_until_it_is_taken_back(start: S
     schema = Form("json", '{"type": "object"}')
     assert [request.form for request in chat.generated] == [None, schema, schema, Form("regex", "[0-9]+"), None]
     assert chat.controller.form is None
+
+
+async def test_a_form_is_kept_with_its_session(start: Start, paths: Paths) -> None:
+    chat = await (await start(replies("1", "2", "3"), Session.create(paths))).ready()
+    await chat.say("/regex [0-9]+", "a", "/new", "b", "/regex off", "/open a", "/fork", "c")
+    digits = Form("regex", "[0-9]+")
+    assert [request.form for request in chat.generated] == [digits] * 3
+    await chat.controller.close()
+    for title, form in (("a", digits), ("b", None)):
+        session = Session.open(title, paths)
+        chat = await (await start(replies("1"), session)).ready()
+        await chat.say("more")
+        assert chat.generated[-1].form == form
+        await chat.controller.close()
 
 
 async def test_a_form_is_shown_without_an_argument(start: Start, tmp_path: Path) -> None:
@@ -51,8 +66,8 @@ async def test_a_form_that_cannot_be_read_leaves_the_one_there_is(start: Start) 
     assert [(error.text.rpartition(" (")[0], error.status) for error in errors] == [
         ("JSON schema: line 1, column 2: Expecting property name enclosed in double quotes", 2),
         ("nowhere.json: No such file or directory", 2),
-        ("regular expression '(a': unclosed group", 2),
-        ("regular expression 'a(?=b)': look-around, including look-ahead and look-behind, is not supported", 2),
+        ("regular expression, character 1: unclosed group", 2),
+        ("regular expression, character 2: look-around, including look-ahead and look-behind, is not supported", 2),
     ]
     assert chat.controller.form == Form("regex", "a")
 
@@ -101,6 +116,18 @@ def test_what_is_wrong_in_a_file_is_said_with_its_place(
         form_of(kind, str(file))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("kind", "text"), [("json", '{"const": "\udcff"}'), ("regex", "\ud800"), ("grammar", "a: \0")])
+def test_what_is_no_text_is_refused(kind: Kind, text: str) -> None:
+    with pytest.raises(UsageError, match="holds a NUL or is not UTF-8"):
+        form_of(kind, text)
+
+
+def test_the_name_of_a_file_need_not_be_text(tmp_path: Path) -> None:
+    file = tmp_path / "schema\udcff"
+    file.write_text("{}")
+    assert form_of("json", str(file)) == Form("json", "{}", f"{tmp_path}/schema?")
+
+
 @pytest.mark.parametrize("name", ["", "\0", "/"])
 def test_what_names_no_file_is_an_error(name: str) -> None:
     with pytest.raises(UsageError):
@@ -109,5 +136,5 @@ def test_what_names_no_file_is_an_error(name: str) -> None:
 
 def test_files_and_off_are_offered(tmp_path: Path, paths: Paths) -> None:
     (tmp_path / "schema.json").touch()
-    assert [each.text for each in complete(f"/json {tmp_path}/s", NAMES, paths)] == [f"/json {tmp_path}/schema.json"]
-    assert "/grammar off" in [each.text for each in complete("/grammar ", NAMES, paths)]
+    assert [each.text for each in complete(f"/json {tmp_path}/s", MODELS, paths)] == [f"/json {tmp_path}/schema.json"]
+    assert "/grammar off" in [each.text for each in complete("/grammar ", MODELS, paths)]

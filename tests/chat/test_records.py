@@ -41,7 +41,8 @@ def test_what_is_written_is_read(drawn: list[Record]) -> None:
     assert log.header == HEADER
     assert log.tree == tree_of(drawn)
     assert log.title == next((r.title for r in reversed(drawn) if isinstance(r, Title)), HEADER.title)
-    assert log.settings == next((r.values for r in reversed(drawn) if isinstance(r, Set)), {})
+    last_set = next((r for r in reversed(drawn) if isinstance(r, Set)), Set({}))
+    assert (log.settings, log.form) == (last_set.values, last_set.form)
     drafted: dict[str, str] = {}
     for record in drawn:
         if isinstance(record, Draft):

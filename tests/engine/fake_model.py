@@ -49,6 +49,7 @@ class FakeModel:
 
     adapters = ()
     embedded = ()
+    recorded_rows = 0
 
     def __init__(self, reply: Callable[[list[int]], int] | None = None) -> None:
         self.device, self.dtype = torch.device("cpu"), torch.bfloat16

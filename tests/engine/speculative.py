@@ -44,6 +44,8 @@ class RowsModel(FakeModel):
 class Guided:
     """Drafts of `sequence`, which is how the reply goes on, passed through `change`."""
 
+    is_model = False
+
     def __init__(self, change: Callable[[int], int]) -> None:
         self.sequence: list[int] = []
         self._change = change
@@ -91,7 +93,7 @@ def speculating(
 ) -> StreamingGenerator:
     """A generator that always drafts, with `drafter`."""
     monkeypatch.setattr(decoders, "Pace", Always)
-    monkeypatch.setattr(streaming, "choose_drafter", lambda *_: drafter)
+    monkeypatch.setattr(streaming, "choose_drafters", lambda *_: (drafter,))
     return StreamingGenerator(model, RowsCache(capacity), FakeTokenizer(), num_speculative_tokens=most)  # type: ignore[arg-type]
 
 

@@ -1,7 +1,8 @@
 """Drafts change how many steps the jobs of a dynamic generator take, and nothing about their replies."""
 
+import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,12 +10,15 @@ import pytest
 import torch
 
 from exl2chat.engine import batch_drafting
-from exl2chat.engine.batch_drafting import Choosers, Rounds
+from exl2chat.engine.batch_drafting import Rounds, SuffixDrafts
 from exl2chat.engine.cache import PAGE
 from exl2chat.engine.compile_grammar import compile_regex
+from exl2chat.engine.executor import Executor
 from exl2chat.engine.generators.dynamic import DynamicGenerator
+from exl2chat.engine.replies.choosing import Chooser
 from exl2chat.engine.replies.jobs import Choice, Job, Result, Streamed
-from exl2chat.engine.scheduler import Limits, Row, StepPlan
+from exl2chat.engine.replies.language import Language
+from exl2chat.engine.scheduler import Limits
 from exl2chat.engine.stopping import StopConditions
 from exl2chat.engine.token_table import TokenTable
 from exl2chat.errors import UsageError
@@ -24,27 +28,10 @@ from tests.engine.fake_model import END, VOCABULARY
 from tests.engine.speculative import Always, RowsModel
 from tests.engine.test_dynamic_draws import Device
 from tests.engine.tiny_models import ByteTokenizer, byte_model
+from tests.engine.told import MOST, Told, heard_rounds, row
 
-MOST = 4
+LANGUAGE = Language(ByteTokenizer(), VOCABULARY)  # type: ignore[arg-type]
 DRAFTING = replace(LIMITS, drafts=MOST)
-
-
-class Told:
-    """Drafts of what jobs will say, each token of which is right with a probability."""
-
-    def __init__(self, replies: Mapping[int, Sequence[int]], right: float) -> None:
-        self.replies, self.right, self.random = replies, right, random.Random(1)
-
-    def follow(self, plan: StepPlan) -> None:
-        """Nothing depends on it."""
-
-    def propose(self, rows: Sequence[Row], choosers: Choosers, count: int) -> Mapping[int, Sequence[int]]:
-        drafts = {}
-        for row in rows:
-            at = choosers[row.job].count
-            told = self.replies[row.job][at : at + min(count, row.drafts)]
-            drafts[row.job] = [token if self.random.random() < self.right else (token + 1) % 256 for token in told]
-        return drafts
 
 
 @pytest.fixture(autouse=True)
@@ -283,6 +270,16 @@ def test_what_was_said_before_is_drafted() -> None:
     assert sum(final(results, n).accepted for n in range(3)) > 20
 
 
+def test_where_a_device_draws_n_grams_leave_jobs_with_penalties_to_it() -> None:
+    settings = [Sampling(temperature=0), Sampling(temperature=0, presence_penalty=0.5)]
+    choosers = {
+        n: Chooser(job([1, 2, 3, 4, 1, 2, 3], 9, each), [1, 2, 3, 4, 1, 2, 3], LANGUAGE)
+        for n, each in enumerate(settings)
+    }
+    for on_device, expected in ((False, {0: [4, 1], 1: [4, 1]}), (True, {0: [4, 1]})):
+        assert SuffixDrafts(on_device).propose([row(0, 2), row(1, 9)], choosers, 2) == expected
+
+
 # Options
 
 
@@ -318,49 +315,64 @@ def test_to_ask_for_drafts_is_to_have_some() -> None:
             made(limits, speculate="draft")
 
 
-def test_rounds_are_timed_by_the_size_of_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of many rows says nothing about one of few, and a step with prompts nothing at all."""
-    heard: list[tuple[int, tuple[object, ...]]] = []
-
-    class Heard(Always):
-        def __init__(self, most: int) -> None:
-            super().__init__(most)
-            self.number = len(paces)
-            paces.append(self)
-
-        def stepped(self, seconds: float) -> None:
-            heard.append((id(self), (seconds,)))
-
-        def drafted(self, count: int, accepted: Sequence[int], seconds: float) -> None:
-            heard.append((id(self), (count, list(accepted), seconds)))
-
-    paces: list[Heard] = []
-    monkeypatch.setattr(batch_drafting, "Pace", Heard)
-    times: Iterator[float] = iter(np.arange(100.0))
-    rounds = Rounds(Told({}, 1.0), MOST, lambda: next(times))
-
-    def row(serial: int) -> Row:
-        return Row(serial, 0, 5, (1,), (0,))
-
-    for serials, reading in (((0,), False), ((0, 1, 2), False), ((0,), True), ((3, 4), False)):
-        plan = StepPlan((), (), (), (row(9),) if reading else (), tuple(map(row, serials)))
-        rounds._drafter = Told({}, 1.0)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Told, "propose", lambda *_: {})
-            rounds.begin(plan, {})
-        rounds.computed()
-        rounds.end(plan, [2] * len(serials), [1] * len(serials))
-    assert [what for _, what in heard] == [(2, [1], 1.0), (2, [1, 1, 1], 1.0), (2, [1, 1], 1.0)]
-    assert heard[0][0] != heard[1][0] == heard[2][0]
+def test_a_step_that_was_recorded_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for recorded in (False, True):
+        with monkeypatch.context() as patch:
+            subject = generator(limits=DRAFTING)
+            rounds, told = heard_rounds(patch, Told({0: [END] * 30}, 1.0))
+            numbers = itertools.count()
+            if recorded:
+                patch.setattr(Executor, "recordings", property(lambda _, numbers=numbers: next(numbers)))
+            subject._rounds = rounds
+            run(subject, [job(prompt(10), 10)])
+            assert any(told) == (not recorded)
 
 
-def test_a_device_draws_for_jobs_without_drafts_and_the_host_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = [job(prompt(20 + n, n), 30, SETTINGS[n]) for n in range(2)]
+def test_a_device_draws_after_every_draft_and_the_host_where_penalties_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [job(prompt(20 + n, n), 30, SETTINGS[n]) for n in range(3)]
     subject = generator(limits=DRAFTING)
     device = Device(subject, monkeypatch)
     wanted = [streamed(each.prompts[0], 30, each.sampling) for each in jobs]
-    subject._rounds = Rounds(Told({0: wanted[0], 1: []}, 0.7), MOST)
+    subject._rounds = Rounds(Told({0: wanted[0], 1: [], 2: wanted[2]}, 0.7), MOST)
+    by_host: list[Sampling] = []
+    draw = Chooser.draw
+
+    def counted(self: Chooser, rows: np.ndarray) -> int:
+        by_host.append(self.sampling)
+        return draw(self, rows)
+
+    monkeypatch.setattr(Chooser, "draw", counted)
     results = run(subject, jobs)
-    assert [reply(results, n) for n in range(2)] == wanted
-    assert final(results, 0).accepted > 5
-    assert device.drew[1] == 30 > device.drew.get(0, 0)
+    assert [reply(results, n) for n in range(3)] == wanted
+    assert all(final(results, n).accepted > 5 for n in (0, 2))
+    assert by_host == [jobs[2].sampling] * (30 - device.drew.get(2, 0))
+    assert device.drew[0] > device.drew[1] == 30 > device.drew.get(2, 0)
+
+
+def test_a_device_draws_the_drafts_of_a_draft_model_but_where_penalties_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [job(prompt(20 + n, n), 30, SETTINGS[n]) for n in range(3)]
+    subject = with_model()
+    device = Device(subject._draft_model, monkeypatch)  # type: ignore[arg-type]
+    by_host: list[Sampling] = []
+    guess = Chooser.guess
+
+    def counted(self: Chooser, logits: np.ndarray, position: int) -> int:
+        by_host.append(self.sampling)
+        return guess(self, logits, position)
+
+    monkeypatch.setattr(Chooser, "guess", counted)
+    results = run(subject, jobs)
+    for n, each in enumerate(jobs):
+        assert reply(results, n) == streamed(each.prompts[0], 30, each.sampling)
+        assert final(results, n).drafted > 15
+    assert all(final(results, n).accepted == final(results, n).drafted for n in (0, 1))
+    assert set(by_host) == {jobs[2].sampling}
+    assert device.drew.keys() == {0, 1}
+
+
+def test_a_device_that_draws_no_number_ends_the_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = with_model()
+    device = Device(subject._draft_model, monkeypatch)  # type: ignore[arg-type]
+    device.broken = True
+    results = run(subject, [job(prompt(30), 20)])
+    assert (reply(results, 0), final(results, 0).drafted) == (streamed(prompt(30), 20), 0)

@@ -1,8 +1,7 @@
 """Steps in flight over a device made of lists: replies and cache are those of a host that takes one step at a time."""
 
 import contextlib
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -10,122 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exl2chat.engine.decoders import Decoder
-from exl2chat.engine.device_decoder import DEPTH, DeviceDecoder
-from exl2chat.engine.drafting import ModelDrafter
+from exl2chat.engine.device_decoder import DeviceDecoder
+from exl2chat.engine.drafting import Drafter, SuffixDrafter
 from exl2chat.engine.embeddings import InputEmbeddings
 from exl2chat.engine.generators.streaming import Extras, StreamingGenerator, StreamResult
-from exl2chat.engine.replies.choosing import ON_DEVICE, Chooser, known_to_device
-from exl2chat.engine.sampler import Sampler
+from exl2chat.engine.paced_drafts import PacedDrafts
+from exl2chat.engine.replies.choosing import ON_DEVICE, known_to_device
 from exl2chat.errors import ChatError
 from exl2chat.settings import Sampling
-from tests.engine.fake_model import VOCABULARY, Claimed, FakeModel, FakeTokenizer
-from tests.engine.speculative import RowsModel, plain, results_of, speculating
-
-CAPACITY = 40
-SETTINGS = (Sampling(temperature=0), Sampling(seed=1), Sampling(seed=2, repetition_penalty=1.5, penalty_range=9))
-NO_NUMBERS = -1
-
-
-class Memory(Claimed):
-    """A cache: what was ever written stays behind its end, as on a GPU."""
-
-    def __init__(self) -> None:
-        self.capacity, self.length = CAPACITY, 0
-        self.written = [-7] * CAPACITY
-
-    def truncate(self, length: int) -> None:
-        self.length = min(self.length, length)
-
-    def write(self, place: int, token: int) -> None:
-        assert 0 <= place < CAPACITY
-        self.written[place] = token
-
-
-class Device:
-    """A model, and the stream that its work is queued on. It works when it is asked for something, or at once."""
-
-    adapters = ()
-    embedded = ()
-    inputs = FakeModel.inputs
-
-    def __init__(self, memory: Memory, eager: bool) -> None:
-        self.memory, self.eager = memory, eager
-        self.device, self.dtype, self.config = torch.device("cpu"), torch.bfloat16, FakeModel().config
-        self.stream: deque[Callable[[], None]] = deque()
-        self.in_flight = self.drawn = 0
-        self.fault: str | None = None
-        self._logits = FakeModel().logits
-
-    # the host's way
-
-    def forward(self, tokens: torch.Tensor, _cache: Memory, last_only: bool) -> torch.Tensor:
-        assert last_only
-        self.run()
-        for token in tokens.tolist():
-            self.memory.write(self.memory.length, token)
-            self.memory.length += 1
-        return torch.from_numpy(self._logits(self.memory.written[: self.memory.length])).unsqueeze(0)
-
-    def run(self) -> None:
-        while self.stream:
-            self.stream.popleft()()
-
-    # its own: engine/device_steps.py
-
-    def start(self, tokens: Sequence[int], settings: Sampling) -> None:
-        missing = torch.tensor(tokens[self.memory.length : -1], dtype=torch.int64)
-        if len(missing):
-            self.forward(missing, self.memory, True)
-        self.in_flight, self._position, self._token = 0, len(tokens) - 1, tokens[-1]
-        self._sampler = Sampler(settings, tokens)
-
-    def queue(self) -> Callable[[], int]:
-        if self.fault == "queue":
-            self.fault = None
-            raise RuntimeError("out of memory")
-        self.in_flight += 1
-        assert self.in_flight <= DEPTH
-        drawn: list[int] = []
-        self.stream.append(lambda: drawn.append(self._step()))
-        if self.eager:
-            self.run()
-
-        def take() -> int:
-            self.run()
-            self.drawn += 1
-            self.in_flight -= 1
-            return drawn[0]
-
-        return take
-
-    def _step(self) -> int:
-        self.memory.write(self._position, self._token)
-        self._position += 1
-        if self.fault == "logits":
-            self.fault = None
-            return NO_NUMBERS
-        self._token = self._sampler.sample(self._logits(self.memory.written[: self._position]), self._position)
-        self._sampler.observe(self._token)
-        return self._token
-
-
-def on_device(eager: bool) -> tuple[StreamingGenerator, Device]:
-    device = Device(Memory(), eager)
-    subject = StreamingGenerator(device, device.memory, FakeTokenizer())  # type: ignore[arg-type]
-
-    class OnDevice(Decoder):
-        def begin(self, chooser: Chooser, longest: int) -> None:
-            super().begin(chooser, longest)
-            self._device = DeviceDecoder(device, device.memory, chooser.sampling, longest)  # type: ignore[arg-type]
-
-    subject._decoder = OnDevice(device, device.memory, VOCABULARY)  # type: ignore[arg-type]
-    return subject, device
-
-
-def on_host() -> StreamingGenerator:
-    device = Device(Memory(), eager=True)
-    return StreamingGenerator(device, device.memory, FakeTokenizer())  # type: ignore[arg-type]
+from tests.engine.fake_device import CAPACITY, SETTINGS, Device, Memory, Oracle, on_device, on_host
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -154,6 +46,9 @@ TURNS = st.builds(
 )
 
 
+DRAFTERS = (None, lambda: Oracle(1), lambda: Oracle(0), lambda: Oracle(0.8), SuffixDrafter)
+
+
 def play(subject: StreamingGenerator, prompt: list[int], turn: Turn) -> list[StreamResult]:
     stopped = False
     subject.set_stop_conditions(turn.stops)
@@ -165,9 +60,11 @@ def play(subject: StreamingGenerator, prompt: list[int], turn: Turn) -> list[Str
     return [*results, subject.stream_ex()] if stopped else results
 
 
-@given(st.booleans(), st.lists(TURNS, min_size=1, max_size=6))
-def test_replies_and_cache_are_those_of_one_step_at_a_time(eager: bool, turns: list[Turn]) -> None:
-    (subject, device), host = on_device(eager), on_host()
+@given(st.booleans(), st.lists(TURNS, min_size=1, max_size=6), st.sampled_from(DRAFTERS))
+def test_replies_and_cache_are_those_of_one_step_at_a_time(
+    eager: bool, turns: list[Turn], drafter: Callable[[], Drafter] | None
+) -> None:
+    (subject, device), host = on_device(eager, *([drafter()] if drafter else [])), on_host()
     for turn in turns:
         prompt = [*host.tokens[: turn.kept], *turn.added][: CAPACITY - 1]
         expected = play(host, prompt, turn)
@@ -184,8 +81,9 @@ def test_replies_and_cache_are_those_of_one_step_at_a_time(eager: bool, turns: l
         assert memory.written[: memory.length] == subject.tokens[: memory.length]
 
 
-def test_a_failing_step_does_not_change_the_reply() -> None:
-    (subject, device), host = on_device(True), on_host()
+@pytest.mark.parametrize("drafters", [[], [Oracle(0.8)]], ids=["none", "drafts"])
+def test_a_failing_step_does_not_change_the_reply(drafters: list[Drafter]) -> None:
+    (subject, device), host = on_device(True, *drafters), on_host()
     expected = play(host, [1, 2], Turn(0, [], SETTINGS[1], 20, [], CAPACITY, False, None))
     subject.set_stop_conditions([])
     subject.begin_stream_ex([1, 2], SETTINGS[1], max_new_tokens=20)
@@ -202,14 +100,16 @@ def test_a_failing_step_does_not_change_the_reply() -> None:
     assert not faults
 
 
-def test_a_limit_is_not_overrun_by_steps_in_flight() -> None:
-    subject, device = on_device(True)
+@pytest.mark.parametrize("drafters", [[], [Oracle(1)]], ids=["none", "drafts"])
+def test_a_limit_is_not_overrun_by_steps_in_flight(drafters: list[Drafter]) -> None:
+    subject, device = on_device(True, *drafters)
     play(subject, [1, 2], Turn(0, [], SETTINGS[0], 5, [], CAPACITY, False, None))
     assert device.memory.written[6:] == [-7] * (CAPACITY - 6)
 
 
-def test_the_cache_used_by_another_is_taken_up_again() -> None:
-    (subject, device), host = on_device(True), on_host()
+@pytest.mark.parametrize("drafters", [[], [Oracle(1)]], ids=["none", "drafts"])
+def test_the_cache_used_by_another_is_taken_up_again(drafters: list[Drafter]) -> None:
+    (subject, device), host = on_device(True, *drafters), on_host()
     expected = play(host, [1, 2, 3], Turn(0, [], SETTINGS[1], 9, [], CAPACITY, False, None))
     subject.set_stop_conditions([])
     subject.begin_stream_ex([1, 2, 3], SETTINGS[1], max_new_tokens=9)
@@ -224,7 +124,7 @@ def test_the_cache_used_by_another_is_taken_up_again() -> None:
 def test_a_token_is_told_as_often_as_it_is_asked_for() -> None:
     """As when somebody was interrupted before it had a place in the sequence."""
     device = Device(Memory(), eager=True)
-    subject = DeviceDecoder(device, device.memory, SETTINGS[1], CAPACITY)  # type: ignore[arg-type]
+    subject = DeviceDecoder(device, device.memory, SETTINGS[1], CAPACITY, PacedDrafts())  # type: ignore[arg-type]
     tokens = [1, 2, 3]
     told = [subject.next(tokens), subject.next(tokens), subject.next(tokens)]
     assert told == [told[0]] * 3
@@ -232,12 +132,13 @@ def test_a_token_is_told_as_often_as_it_is_asked_for() -> None:
     assert subject.next(tokens) != subject.next([1, 2])
 
 
-def test_the_host_takes_over_for_a_token_that_the_device_may_not_draw() -> None:
+@pytest.mark.parametrize("drafters", [[], [Oracle(0.8)]], ids=["none", "drafts"])
+def test_the_host_takes_over_for_a_token_that_the_device_may_not_draw(drafters: list[Drafter]) -> None:
     """The first of a healed prompt, those where a banned string began, and those for which more is forbidden."""
     extras = Extras(token_healing=True, banned_strings=tuple("abcdefghijklmnopqrstuvwxyz0123456789"))
     for settings in SETTINGS:
         sequences, rewound, drawn = [], 0, 0
-        (subject, device), host = on_device(True), on_host()
+        (subject, device), host = on_device(True, *drafters), on_host()
         for generator in (subject, host):
             generator.begin_stream_ex([65, 66, 67], settings, extras=extras)
             while not (result := generator.stream_ex(banned=[1, 2] if len(generator.tokens) % 7 == 0 else ())).eos:
@@ -280,31 +181,3 @@ def test_the_token_after_a_row_of_embeddings_is_drawn_by_the_host() -> None:
             pass
     assert subject.tokens == host.tokens
     assert device.drawn == 8
-
-
-# Drafts
-
-
-@pytest.mark.parametrize("eager", [False, True])
-def test_a_device_drafts_what_the_host_would(monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
-    """One draft from another, the same model's: nearly all of them are right. Settings that it does not know are the
-    host's, and so are drafts after logits that are not numbers."""
-    unknown = Sampling(seed=4, mirostat_tau=3.0)
-    for settings in (*SETTINGS, unknown):
-        device = Device(Memory(), eager)
-        drafter = ModelDrafter(device, device.memory, VOCABULARY)  # type: ignore[arg-type]
-        drafter._steps = device  # type: ignore[assignment]
-        with monkeypatch.context() as patch:
-            subject = speculating(patch, drafter, RowsModel(), CAPACITY, most=3)
-        off = plain(RowsModel(), CAPACITY)
-        for prompt in ([1, 2, 3], [1, 2, 3, 4], [1, 7]):
-            for generator in (off, subject):
-                generator.begin_stream_ex(prompt, settings, max_new_tokens=24)
-            expected = results_of(off)
-            results = [subject.stream_ex() for _ in range(5)]
-            device.fault = "logits"
-            results += results_of(subject)
-            assert results == expected
-            assert subject.speculated.accepted >= subject.speculated.drafted - 3 > 10
-            assert device.memory.written[: device.memory.length] == subject.tokens[: device.memory.length]
-        assert (device.drawn == 0) is (settings is unknown)

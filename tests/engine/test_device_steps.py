@@ -29,7 +29,7 @@ def test_a_token_is_taken_once_its_step_has_ended() -> None:
     log: list[tuple[str, int, bool]] = []
     subject = drawn(log)
     subject.record(1)
-    assert subject.take(1) == 8
+    assert subject.take(1, 3) == [8, 9, 7]
     assert log == [("record", 1, True), ("wait", 1, True)]
 
 

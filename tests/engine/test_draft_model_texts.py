@@ -61,6 +61,7 @@ class Likeliest:
     """The chooser of a text."""
 
     tokens: list[int]
+    sampling: Sampling = SETTINGS[0]
 
     def guess(self, logits: np.ndarray, position: int) -> int:  # noqa: ARG002
         return int(logits.argmax())

@@ -75,6 +75,15 @@ def test_drafts_come_from_the_text_before_every_sequence_too(known: list[int], s
             assert subject.propose(tokens[:end], 4) == followers([*known, *tokens[:end]], 4)
 
 
+@given(st.lists(st.tuples(st.integers(0, 100), FEW), max_size=12), FEW)
+def test_what_was_taken_back_is_forgotten(changes: list[tuple[int, list[int]]], known: list[int]) -> None:
+    """As the tokens of a round are that came behind the end of a reply."""
+    subject, tokens = SuffixDrafter(known), [1, 2]
+    for kept, added in changes:
+        tokens = [*tokens[:kept], 3 + len(tokens) % 2, *added]  # another token than there was
+        assert subject.propose(tokens, 4) == followers([*known, *tokens], 4)
+
+
 def test_the_text_before_every_sequence_is_not_copied_for_each_draft() -> None:
     tokens = list(range(1000))
     subject = SuffixDrafter(range(40_000))

@@ -12,13 +12,14 @@ from exl2chat.engine.executor import Computed
 from exl2chat.engine.generators.dynamic import DynamicGenerator
 from exl2chat.engine.replies.jobs import Failed, Job
 from exl2chat.engine.sampler import Sampler
-from exl2chat.engine.scheduler import StepPlan
+from exl2chat.engine.scheduler import Row, StepPlan
 from exl2chat.settings import Sampling
 from tests.engine.dynamic_jobs import GREEDY, SETTINGS, drain, final, generator, job, prompt, reply, streamed
 
 
 class Device:
-    """Draws from an executor's logits, with a sampler that knows no more than a `Drawing` says."""
+    """Draws from an executor's logits, with a sampler that knows no more than a `Drawing` says. `drew`: how many tokens
+    of each job."""
 
     def __init__(self, subject: DynamicGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
         self.drew: dict[int, int] = {}
@@ -31,13 +32,18 @@ class Device:
         drawn = {}
         for place, row in enumerate(plan.decode):
             if row.job in draws:
-                drawing = draws[row.job]
-                assert list(drawing.text[-len(row.tokens) :]) == list(row.tokens)
-                sampler = Sampler(drawing.settings, drawing.text)
-                logits = computed.logits(place)[-1]
-                drawn[row.job] = -1 if self.broken else sampler.sample(logits, row.start + len(row.tokens))
-                self.drew[row.job] = self.drew.get(row.job, 0) + 1
+                drawn[row.job] = self.draw(row, draws[row.job], computed.logits(place))
+                self.drew[row.job] = self.drew.get(row.job, 0) + len(row.tokens)
         return replace(computed, drawn=drawn)
+
+    def draw(self, row: Row, drawing: Drawing, logits: np.ndarray) -> list[int]:
+        """After each token of a row, which begins with the last one of the text, or with some before it."""
+        known = len(drawing.text) - row.start
+        assert list(drawing.text[row.start :]) == list(row.tokens[:known])
+        assert known == len(row.tokens) or not drawing.counts
+        sampler = Sampler(drawing.settings, drawing.text)
+        tokens = [sampler.sample(each, row.start + place + 1) for place, each in enumerate(logits)]
+        return [-1] * len(tokens) if self.broken else tokens
 
 
 def test_replies_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,11 @@ from typing import ParamSpec, TypeVar
 
 import pytest
 
+from exl2chat.engine.executor import Executor
 from exl2chat.engine.generators.dynamic import DynamicGenerator
 from exl2chat.engine.pages import PageCopy
 from exl2chat.engine.replies.jobs import Choice, Job, Result, Started, Streamed
-from tests.engine.dynamic_jobs import SETTINGS, drain, final, generator, job, prompt, reply, streamed
+from tests.engine.dynamic_jobs import SETTINGS, drain, final, generator, job, prompt, reply, streamed, text
 
 NEW = 20
 
@@ -97,6 +98,7 @@ def test_a_token_is_known_to_the_scheduler_where_its_text_was_interrupted(
     assert raised == 1
     assert task.chooser.reply == reply(results, serial) == streamed(prompt(10), NEW, SETTINGS[1])
     assert final(results, serial).reason == "max_new_tokens"
+    assert final(results, serial).text == text(task.chooser.reply)
 
 
 def test_a_job_whose_first_step_failed_has_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,3 +132,20 @@ def test_pages_that_cannot_be_put_in_order_cost_no_result(monkeypatch: pytest.Mo
         results, _ = drain_on(subject, MemoryError)
         assert [reply(results, serial) for serial in serials] == [streamed(ids, 40) for ids in longer]
     assert copied
+
+
+def test_pages_are_not_put_in_order_where_none_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels follow page tables: a copy would only delay the first token."""
+    for gathers in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(Executor, "gathers", gathers)
+            subject = generator()
+            copied: list[PageCopy] = []
+            patch.setattr(subject._executor, "copy", copied.extend)
+            for n in range(3):
+                subject.enqueue(job(prompt(240, n), 40))
+            drain(subject)
+            written = subject.enqueue(job(prompt(10, 7), 1))
+            drain(subject)
+            assert bool(copied) == gathers
+            assert not subject.cancel(written)

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from exl2chat.engine.rope import attention_factor, frequencies, make_table
-from exl2chat.model.config import Rope
+from exl2chat.model.rope_config import Rope
 
 HEAD_DIM, CONTEXT = 64, 4096
 FACTORS = (tuple(1 + 0.1 * i for i in range(32)), tuple(1 + 0.7 * i for i in range(32)))

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exl2chat.engine.cache import KVCache
-from exl2chat.engine.drafting import ForcedDrafter, SuffixDrafter
+from exl2chat.engine.drafting import Drafter, ForcedDrafter, SuffixDrafter
 from exl2chat.engine.generators import streaming
 from exl2chat.engine.generators.streaming import StreamingGenerator
+from exl2chat.engine.paced_drafts import PacedDrafts, Source
 from exl2chat.engine.sampler import Sampler
 from exl2chat.engine.speculation import SpeculativeLogits
 from exl2chat.engine.step_logits import StepLogits
@@ -156,7 +157,8 @@ def test_tokens_that_were_taken_back_are_computed_again() -> None:
     """What a banned string does: the sequence shrinks in the middle of a run, and another token takes its place."""
     model, cache, drafter = RowsModel(), RowsCache(), Guided(lambda token: token)
     drafter.sequence = [*PROMPT, 10, 11, 12, 13, 14]
-    logits = SpeculativeLogits(StepLogits(model, cache, 260), cache, drafter, Always(4), 100)  # type: ignore[arg-type]
+    drafts = PacedDrafts([Source(drafter, Always(4))])  # type: ignore[arg-type]
+    logits = SpeculativeLogits(StepLogits(model, cache, 260), cache, drafts, 100)  # type: ignore[arg-type]
     for tokens in (PROMPT, [*PROMPT, 10], [*PROMPT, 10, 11], [*PROMPT, 10], [*PROMPT, 20], [*PROMPT, 20, 11]):
         cache.truncate(len(tokens) - 1)
         logits.queue(tokens)
@@ -208,12 +210,13 @@ def test_the_distribution_of_every_token_is_that_of_the_model(kind: str) -> None
         tokens, cache = [1], RowsCache(4)
         drafter = Guided(lambda token: token)
         drafter.sequence = [1, 0, 0, 0] if kind == "wrong" else [1, seed % 5, seed // 5 % 5, 0]
-        logits = SpeculativeLogits(StepLogits(Small(), cache, 5), cache, drafter, Always(3), 4)  # type: ignore[arg-type]
+        drafts = PacedDrafts([Source(drafter, Always(3))])  # type: ignore[arg-type]
+        logits = SpeculativeLogits(StepLogits(Small(), cache, 5), cache, drafts, 4)  # type: ignore[arg-type]
         while len(tokens) < 4:
             logits.queue(tokens)
             tokens.append(sampler.sample(logits.take(), len(tokens)))
         counts[tuple(tokens[1:])] += 1
-        accepted += logits.statistics.accepted
+        accepted += drafts.statistics.accepted
     assert accepted > 400
     assert chi_square(counts, joint() * 4000) < 201
 
@@ -270,15 +273,14 @@ def test_rows_of_one_step_are_those_of_single_steps_within_rounding(model: Trans
 def test_ngrams_are_drafted_by_default_only_where_rows_come_cheap(
     monkeypatch: pytest.MonkeyPatch, model: Transformer
 ) -> None:
-    chosen: list[object] = []
-    usual = streaming.choose_drafter
-    monkeypatch.setattr(streaming, "choose_drafter", lambda *given: chosen.append(usual(*given)) or chosen[-1])  # type: ignore[func-returns-value]
+    chosen: list[tuple[Drafter, ...]] = []
+    usual = streaming.choose_drafters
+    monkeypatch.setattr(streaming, "choose_drafters", lambda *given: chosen.append(usual(*given)) or chosen[-1])  # type: ignore[func-returns-value]
     made(model)
     plain(RowsModel())
     StreamingGenerator(RowsModel(), RowsCache(), FakeTokenizer())  # type: ignore[arg-type]
-    assert isinstance(chosen[0], ForcedDrafter)
-    assert isinstance(chosen[0]._other, SuffixDrafter)
-    assert chosen[1:] == [None, None]
+    assert [type(drafter) for drafter in chosen[0]] == [ForcedDrafter, SuffixDrafter]
+    assert chosen[1:] == [(), ()]
 
 
 def test_a_draft_model_must_know_every_token(model: Transformer) -> None:

@@ -48,6 +48,13 @@ def test_several_tokens_at_once_are_compared_with_one() -> None:
     assert not [figures for figures in (one, alone, prompt) if "times_one" in figures]
 
 
+def test_a_reply_with_drafts_needs_room_after_the_first_context() -> None:
+    work = Workload((100, 200), (1,), (50,), reply=4, drafted=90)
+    assert Workload((100,), (1,), (50,), reply=4, drafted=90).room == 190
+    assert work.room == 204
+    assert [work.within(room).drafted for room in (204, 190, 189, 90)] == [90, 90, 0, 0]
+
+
 def test_jobs_and_turns_are_timed_where_the_cache_has_room() -> None:
     assert WORKLOAD.jobs == (1, 8, 32, 64)
     assert WORKLOAD.turns
@@ -64,8 +71,13 @@ def test_what_many_jobs_and_a_cached_conversation_take_is_measured(monkeypatch: 
     cache = model.new_cache(ROOM)
     jobs = jobs_benchmark.measure_jobs(model, cache, (1, 3), 1e12, silent)
     turns = jobs_benchmark.measure_turns(model, cache, (1.0, 0.5), silent)
-    one, three, cold, turn = as_objects([*jobs, *turns])
+    one, three, plain, right, wrong, cold, turn = as_objects([*jobs, *turns])
     assert [one["name"], three["name"]] == ["1 job at context 128", "3 jobs at context 128"]
+    name = "1 job at context 128, 128 tokens each"
+    assert [row["name"] for row in (plain, right, wrong)] == [
+        name, f"{name}, drafts always right", f"{name}, drafts always wrong"
+    ]  # fmt: skip
+    assert right["times_one"] == pytest.approx(right["microseconds"] / plain["microseconds"], abs=0.001)
     assert three["times_one"] == pytest.approx(three["microseconds"] / one["microseconds"], rel=0.01)
     assert three["tokens_per_second"] == pytest.approx(3e6 / three["microseconds"], rel=0.01)
     assert (cold["ceiling_microseconds"], turn["ceiling_microseconds"]) == (1e6, 5e5)

@@ -1,6 +1,9 @@
 """What tokens mean as text and which may be drawn, with logits made by hand."""
 
+import itertools
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -173,6 +176,65 @@ def test_the_string_that_is_complete_first_counts_within_one_token_too() -> None
     for stop, banned, text in (("e", "ll", "h"), ("l", "he", "_")):
         subject = task(limit=1, stops=StopConditions.of([stop]), banned=(banned,))
         assert text_of(drive(subject, lambda _: ranked(2, ord("_")))) == text  # 2 is "hell"
+
+
+# Interrupts
+
+
+class Interrupt:
+    """Ctrl-C at a line of what `push` runs, counted from 0."""
+
+    FILES = ("task.py", "choosing.py", "stopping.py", "detokenizer.py")
+
+    def __init__(self, line: int) -> None:
+        self.left = line
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> "Interrupt | None":
+        if not frame.f_code.co_filename.endswith(self.FILES):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize(
+    ("said", "more"),
+    [
+        ("aé <e>x", {"stops": StopConditions.of(["<end>", END])}),
+        ("ab ###", {"stops": StopConditions.of(["##"])}),
+        ("abad é", {"stops": ENDS, "banned": ("bad", "é")}),
+        ("llo y", {"stops": ENDS, "heal": True, "prompt": (65, 1)}),
+    ],
+)
+def test_a_push_that_is_interrupted_anywhere_is_made_again(said: str, more: dict[str, object]) -> None:
+    expected = drive(task(**more), saying(said))  # type: ignore[arg-type]
+    for line in itertools.count():
+        subject, interrupt = task(**more), Interrupt(line)  # type: ignore[arg-type]
+        advances: list[Advance] = []
+        while not advances or advances[-1].end is None:
+            token = subject.chooser.draw(saying(said)(subject.chooser.reply))
+            sys.settrace(interrupt if interrupt.left >= 0 else None)
+            try:
+                advances.append(subject.push(token))
+            except KeyboardInterrupt:
+                continue
+            finally:
+                sys.settrace(None)
+        assert text_of(advances) == subject.text == text_of(expected)
+        assert ids_of(advances) == ids_of(expected)
+        assert (advances[-1].end, subject.chooser.reply) == (expected[-1].end, expected_reply(expected))
+        if interrupt.left >= 0:
+            break
+    assert line > 200
+
+
+def expected_reply(advances: list[Advance]) -> list[int]:
+    end = advances[-1].end
+    assert end is not None
+    return [*ids_of(advances), *(token.id for token in end.withheld), *([] if end.token is None else [end.token])]
 
 
 # Healing

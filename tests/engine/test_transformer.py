@@ -124,6 +124,15 @@ def test_truncating_and_extending_equals_a_fresh_cache_bit_for_bit(ours: Transfo
     assert torch.equal(ours.forward(added, used), ours.forward(added, fresh))
 
 
+def test_a_step_has_the_logits_of_the_tokens_that_are_asked_for(ours: Transformer) -> None:
+    ids, cache = tokens(9), ours.new_cache(300)
+    cache.reserve(9)
+    whole = ours.step(ids, cache, last_only=False)
+    for places in ([8], [2, 5]):
+        some = ours.step(ids, cache, last_only=False, places=torch.tensor(places))
+        torch.testing.assert_close(some, whole[places], rtol=0, atol=TOLERANCE)
+
+
 def test_the_same_steps_give_the_same_bits(ours: Transformer) -> None:
     ids = tokens(40)
     caches = [ours.new_cache(300), ours.new_cache(300)]

@@ -62,7 +62,7 @@ def test_a_stream_takes_them(model: ExLlamaV2, folder: Path) -> None:
 def test_what_is_no_lora_is_named(model: ExLlamaV2, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="loras holds a str"):
         model.forward(IDS, loras=["lora"])  # type: ignore[list-item]
-    with pytest.raises(ModelError, match="is no folder"):
+    with pytest.raises(ModelError, match="No such file"):
         ExLlamaV2Lora.from_directory(model, str(tmp_path / "nowhere"))
     with pytest.raises(UsageError, match=r"adapter_model\.bin"):
         ExLlamaV2Lora(model, str(folder / "adapter_config.json"), str(folder / "adapter_model.bin"))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from exl2chat.engine import batch_drafting
 from exl2chat.exllamav2 import (
     ExLlamaV2,
     ExLlamaV2Cache,
@@ -30,6 +31,7 @@ from exl2chat.exllamav2.generator import (
     ExLlamaV2StreamingGenerator,
 )
 from exl2chat.exllamav2.generator.filters import ExLlamaV2PrefixFilter
+from tests.engine.speculative import Always
 from tests.exllamav2.conftest import MODEL
 from tests.exllamav2.test_public_calls_streaming import Record, reply
 from tests.model.lora_files import make_lora
@@ -152,7 +154,8 @@ def test_a_lora_is_set_between_two_replies(make: Make, model: ExLlamaV2, tmp_pat
 
 
 @pytest.mark.parametrize("drafts", ["draft_model", "use_ngram_draft"])
-def test_drafts_change_no_reply(drafts: str, make: Make, model: ExLlamaV2) -> None:
+def test_drafts_change_no_reply(drafts: str, make: Make, model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_drafting, "Pace", Always)
     options: dict[str, Any] = {"use_ngram_draft": True}
     if drafts == "draft_model":
         cache = ExLlamaV2Cache(model, max_seq_len=1024, lazy=True)

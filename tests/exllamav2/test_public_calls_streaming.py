@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from exl2chat.engine import decoders
 from exl2chat.engine.generators import dynamic
 from exl2chat.errors import ChatError, ContextError, UsageError
 from exl2chat.exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Lora, ExLlamaV2Tokenizer
@@ -18,6 +19,7 @@ from exl2chat.exllamav2.generator import (
     ExLlamaV2StreamingGenerator,
 )
 from exl2chat.exllamav2.generator.filters import ExLlamaV2PrefixFilter
+from tests.engine.speculative import Always
 from tests.model.lora_files import make_lora
 
 Settings = ExLlamaV2Sampler.Settings
@@ -172,7 +174,8 @@ def test_a_draft_model_is_not_asked_for_no_drafts(make: Make, model: ExLlamaV2) 
     assert generator.get_sd_stats()[3:] == (0, 0)
 
 
-def test_a_prompt_that_is_refused_counts_nothing(make: Make, model: ExLlamaV2) -> None:
+def test_a_prompt_that_is_refused_counts_nothing(make: Make, model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoders, "Pace", Always)
     generator = make(64, draft_model=model)
     reply(generator, count=20)
     before = generator.get_sd_stats()

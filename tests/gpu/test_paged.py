@@ -1,5 +1,6 @@
 """The dynamic generator on the GPU: against sequences alone, and against the same steps whose tokens the host draws."""
 
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from exl2chat.engine import batch_drafting
+from exl2chat.engine.batch_drafting import Rounds
 from exl2chat.engine.cache import PAGE
 from exl2chat.engine.decoders import MOST_DRAFTS
 from exl2chat.engine.device_draws import Drawing
@@ -17,18 +19,22 @@ from exl2chat.engine.executor import Executor
 from exl2chat.engine.generators.dynamic import DynamicGenerator
 from exl2chat.engine.replies.choosing import Chooser
 from exl2chat.engine.replies.jobs import Failed, Job, Streamed
+from exl2chat.engine.sampler import Sampler
 from exl2chat.engine.scheduler import Limits, Row, StepPlan
+from exl2chat.engine.stopping import StopConditions
 from exl2chat.engine.transformer import Transformer
 from exl2chat.model.checkpoint import open_checkpoint
 from exl2chat.model.tokenizer import open_tokenizer
 from exl2chat.progress import silent
 from exl2chat.settings import Sampling
 from tests.engine.speculative import Always
+from tests.engine.told import Told
 
 CUDA = torch.device("cuda")
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 MODELS = ("llama-6.0bpw-exl2", "gemma2-4.0bpw-exl2", "mistral-4.0bpw-exl2", "llama-gptq4-g128-asym")
 POOL = 128  # pages
+MANY = Limits(batch=64, queue=100, chunk=2048)
 SETTINGS = (
     Sampling(temperature=0),
     Sampling(seed=1),
@@ -57,9 +63,10 @@ def decoding(rows: Sequence[Row]) -> StepPlan:
 
 
 class Texts:
-    """Texts of many lengths in pages that lie in no order, all but the last `left` tokens of each computed."""
+    """Texts of many lengths in pages that lie in no order, all but the last `left` tokens of each computed: a token and
+    drafts where these are `drafted`, else the end of a prompt."""
 
-    def __init__(self, model: Transformer, count: int, left: int = 1) -> None:
+    def __init__(self, model: Transformer, count: int, left: int = 1, drafted: bool = False) -> None:
         self.tokens = [text(length, length) for length in [300, 5, 270, 600, 33, 257, *range(40, 300, 7)][:count]]
         order = iter(np.random.default_rng(1).permutation(POOL).tolist())
         pages = [tuple(next(order) for _ in range(len(tokens) // PAGE + 1)) for tokens in self.tokens]
@@ -71,7 +78,7 @@ class Texts:
             start = max(0, len(tokens) - left)
             if start:
                 self.executor.run(StepPlan((), (), (), (Row(job, 0, 0, tuple(tokens[:start]), own),), ()), {})
-            self.rows.append(Row(job, 0, start, tuple(tokens[start:]), own))
+            self.rows.append(Row(job, 0, start, tuple(tokens[start:]), own, drafted * (len(tokens) - start - 1)))
 
     def logits(self, jobs: Sequence[int]) -> list[np.ndarray]:
         computed = self.executor.run(decoding([self.rows[job] for job in jobs]), {})
@@ -147,16 +154,65 @@ def test_the_last_tokens_of_a_text_are_one_step(name: str, bits: int, left: int)
             compare(logits, want, bits)
 
 
-@pytest.mark.parametrize("left", [1, 5, 20])
-def test_what_fills_a_step_up_is_written_nowhere(left: int) -> None:
-    texts = Texts(load(MODELS[0]), 5, left)
+@pytest.mark.parametrize(("left", "drafted"), [(1, False), (5, False), (20, False), (5, True)])
+def test_what_fills_a_step_up_is_written_nowhere_or_behind_the_row(left: int, drafted: bool) -> None:
+    texts = Texts(load(MODELS[0]), 5, left, drafted)
     before = texts.cache.storage.clone()
     texts.logits(range(5))
     texts.logits(range(5))
     changed = texts.cache.storage.view(torch.int16) != before.view(torch.int16)
-    places = changed.any(-1).any(2).any(1).any(0).nonzero().tolist()
-    new = [(row, place) for row in texts.rows for place in range(row.start, row.start + len(row.tokens))]
-    assert sorted(places) == sorted([row.pages[place // PAGE], place % PAGE] for row, place in new)
+    found = {tuple(place) for place in changed.any(-1).any(2).any(1).any(0).nonzero().tolist()}
+    new = {at(row, place) for row in texts.rows for place in range(row.start, row.start + len(row.tokens))}
+    room = {at(row, place) for row in texts.rows for place in range(row.start, row.start + 8)}
+    assert new <= found <= (room if drafted else new)
+
+
+def at(row: Row, place: int) -> tuple[int, int]:
+    """The page and the place in it of a token."""
+    return row.pages[place // PAGE], place % PAGE
+
+
+def counted(texts: Texts, counts: Sequence[int]) -> list[Row]:
+    """The rows of the first texts with so many of their tokens each."""
+    rows = zip(texts.rows, counts, strict=False)
+    return [replace(row, tokens=row.tokens[:count], drafts=count - 1) for row, count in rows]
+
+
+@pytest.mark.parametrize(("name", "bits"), [(MODELS[1], 16), (MODELS[3], 16), (MODELS[0], 4)])
+@pytest.mark.parametrize("counts", [(4, 4), (2, 2, 2, 2), (3, 1), (2, 1, 2)])
+def test_eight_tokens_of_several_texts_have_the_bits_of_one_after_another(
+    name: str, bits: int, counts: tuple[int, ...]
+) -> None:
+    """And the draws after each of them, what fills them up or not."""
+    texts = Texts(load(name, bits), 4, 5, drafted=True)
+    rows = counted(texts, counts)
+    draws = {job: Drawing(Sampling(temperature=1.5, top_k=50, seed=job), []) for job in (0, 2)}
+    for _ in range(2):  # as it is, and as a graph
+        computed = texts.executor.run(decoding(rows), draws)
+        found = [computed.logits(place).copy() for place in range(len(rows))]
+        assert computed.drawn.keys() == {row.job for row in rows} & draws.keys()
+        for logits, row in zip(found, rows, strict=True):
+            for place, token in enumerate(row.tokens):
+                one = replace(row, start=row.start + place, tokens=(token,))
+                alone = texts.executor.run(decoding([one]), draws)
+                assert np.array_equal(alone.logits(0)[0], logits[place])
+                assert row.job not in draws or alone.drawn[row.job] == computed.drawn[row.job][place : place + 1]
+
+
+@pytest.mark.parametrize("counts", [(1, 8, 3, 5, 2, 7), (8,) * 8, (1,) * 20 + (2, 3), (4,) * 20, (1,) * 40 + (8, 2)])
+def test_rows_with_drafts_compute_what_they_would_alone_and_draw_as_the_host_does(counts: tuple[int, ...]) -> None:
+    texts = Texts(load(MODELS[1]), len(counts), 9, drafted=True)
+    rows = counted(texts, counts)
+    settings = Sampling(temperature=1.5, top_k=50, seed=3)
+    draws = {row.job: Drawing(settings, []) for row in rows}
+    expected = [texts.executor.run(decoding([row]), {}).logits(0).copy() for row in rows]
+    for _ in range(2):
+        computed = texts.executor.run(decoding(rows), draws)
+        for place, row in enumerate(rows):
+            logits = computed.logits(place)
+            compare(logits, expected[place], 16)
+            drawn = [Sampler(settings, ()).sample(one[:200], row.start + n + 1) for n, one in enumerate(logits)]
+            assert drawn == list(computed.drawn[row.job])
 
 
 def test_a_row_draws_alone_what_it_draws_beside_others() -> None:
@@ -169,7 +225,8 @@ def test_a_row_draws_alone_what_it_draws_beside_others() -> None:
 # The generator
 
 
-def generator(name: str, pages: int = 80, limits: Limits | None = None) -> DynamicGenerator:
+def generator(name: str, pages: int = 80, limits: Limits = MANY) -> DynamicGenerator:
+    """Without drafts, unless `limits` allow them."""
     model = load(name)
     tokenizer = open_tokenizer(open_checkpoint(GOLDEN / name).folder)
     return DynamicGenerator(model, model.new_cache(pages * PAGE), tokenizer, limits)
@@ -227,20 +284,78 @@ def test_a_next_turn_is_that_of_the_host_drawing() -> None:
     assert turns[0] == turns[1]
 
 
-def test_replies_with_drafts_are_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the token, greedy and by a seed; nearly all drafts are right, for the draft model is the model."""
+DRAFTED = (Sampling(temperature=0), Sampling(seed=1), *SETTINGS[2:5])
+
+
+def drafted_jobs(count: int) -> list[Job]:
+    """Greedy and not, with penalties and without, of several lengths; one ends early, some have texts taken back."""
+    made = [Job((tuple(text(20 + 70 * n, n)),), 30 + 3 * n, DRAFTED[n % 5]) for n in range(count)]
+    made[0] = replace(made[0], banned=("e", "a"))
+    return made
+
+
+@pytest.mark.parametrize(("count", "drafts"), [(1, 7), (2, 3), (4, 1)])
+@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
+def test_a_few_drafts_change_no_token(count: int, drafts: int, right: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the device draws after them, or the host, where penalties count."""
     monkeypatch.setattr(batch_drafting, "Pace", Always)
+    jobs = drafted_jobs(count)
+    expected = replies(generator(MODELS[0]), jobs)
+    jobs[-1] = replace(jobs[-1], stops=StopConditions.of([expected[-1][17]]))
+    expected[-1] = replies(generator(MODELS[0]), jobs[-1:])[0]
+    subject = generator(MODELS[0], limits=replace(MANY, drafts=drafts))
+    told = [[*reply, *[5] * drafts] for reply in expected]
+    subject._rounds = Rounds(Told(dict(enumerate(told)), right), drafts)
+    found, accepted = drafted_replies(subject, jobs)
+    assert found == expected
+    assert (accepted == 0) == (right == 0)
+
+
+@pytest.mark.parametrize("pages", [80, 4])
+def test_many_drafts_of_many_jobs_change_no_more_than_ties(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few pages: jobs lose theirs and begin again."""
+    monkeypatch.setattr(batch_drafting, "Pace", Always)
+    jobs, limits = drafted_jobs(12), replace(MANY, chunk=200)
+    if pages == 4:
+        jobs = [Job((tuple(text(240, n)),), 40, DRAFTED[n]) for n in range(4)]
+    count = len(jobs)
+    expected = replies(generator(MODELS[0], pages, limits), jobs)
+    subject = generator(MODELS[0], pages, replace(limits, drafts=MOST_DRAFTS))
+    subject._rounds = Rounds(Told({n: [*reply, *[5] * 7] for n, reply in enumerate(expected)}, 0.9), MOST_DRAFTS)
+    found, accepted = drafted_replies(subject, jobs)
+    assert sum(map(operator.eq, found, expected)) >= 0.75 * count
+    assert accepted > 10 * count
+
+
+def test_a_draft_model_drafts_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearly all drafts are right, for the draft model is the model. The host draws nothing."""
+    monkeypatch.setattr(batch_drafting, "Pace", Always)
+    monkeypatch.delattr(Chooser, "guess")
+    monkeypatch.delattr(Chooser, "draw")
     wanted = [Job((tuple(text(20 + 300 * n, n)),), 30, SETTINGS[n]) for n in range(2)]
     limits = Limits(batch=2, queue=2, chunk=200)
     plain = generator(MODELS[0], limits=limits)
     expected = replies(plain, wanted)
     model = load(MODELS[0])
     subject = DynamicGenerator(
-        model, model.new_cache(4 * PAGE), plain.language.tokenizer, replace(limits, drafts=MOST_DRAFTS), model
+        model, model.new_cache(4 * PAGE), plain.language.tokenizer, replace(limits, drafts=3), model
     )
     found, accepted = drafted_replies(subject, wanted)
     assert found == expected
     assert accepted > 20
+
+
+def test_repeated_text_is_drafted_for_by_default() -> None:
+    """Of few jobs, whose bits drafts do not change."""
+    wanted = [Job((tuple([*text(30, n)] * 4),), 60, Sampling(temperature=0)) for n in range(2)]
+    expected = replies(generator(MODELS[0]), wanted)
+    model = load(MODELS[0])
+    tokenizer = open_tokenizer(open_checkpoint(GOLDEN / MODELS[0]).folder)
+    subject = DynamicGenerator(model, model.new_cache(4 * PAGE), tokenizer)
+    finals = subject.generate(wanted)
+    assert finals is not None
+    assert sum(final.drafted for final in finals) > 0
+    assert replies(subject, wanted) == expected
 
 
 def test_logits_that_are_not_numbers_fail_the_jobs_alone() -> None:

@@ -16,7 +16,8 @@ class FakeHub(ThreadingHTTPServer):
     """`repos`: repository to branch to file name to content.
 
     `refusal` is the status and error code of every answer; files in `missing` are not found; the first answer with a
-    file in `cut` breaks off half-way. `requests` are the method and path of each request; `ranges` the Range headers.
+    file in `cut` breaks off half-way. Every answer carries `warning`, if there is one. `requests` are the method and
+    path of each request; `ranges` the Range headers.
     """
 
     daemon_threads = True
@@ -27,6 +28,7 @@ class FakeHub(ThreadingHTTPServer):
         self.refusal: tuple[int, str] | None = None
         self.missing: set[str] = set()
         self.cut: set[str] = set()
+        self.warning = ""
         self.requests: list[str] = []
         self.ranges: list[str] = []
 
@@ -118,6 +120,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: int, body: bytes, headers: Mapping[str, str], sent: int | None = None) -> None:
         self.send_response(status)
+        if self.server.warning:
+            self.send_header("X-HF-Warning", self.server.warning)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()

@@ -30,8 +30,6 @@ CONFIG: list[tuple[dict[str, Any], str]] = [
     *(({"eos_token_id": value}, "eos_token_id") for value in (-1, 1024, "2", 2.0, [1, "2"], [[1]], {}, True)),
     *(({"bos_token_id": value}, "bos_token_id") for value in (-2, 1024, "1", [1], True)),
     ({"pad_token_id": 1 << 33}, "pad_token_id"),
-    *(({"torch_dtype": value}, "torch_dtype") for value in ("float8", 16, ["float16"])),
-    ({"dtype": "int8"}, "dtype is 'int8'"),
     *(({"sliding_window": value}, "sliding_window") for value in (0, -1, "16", 1.5, True)),
     ({"use_sliding_window": "no"}, "use_sliding_window"),
     ({"layer_types": ["full_attention"]}, "layer_types"),

@@ -71,7 +71,7 @@ HEADER: list[tuple[str, Change, str]] = [
     ("header longer than the file", claim_length(1 << 24), "the header says"),
     ("header of 2^63 bytes", claim_length(1 << 63), "the header says"),
     ("header over the cap", raw_header(b" " * (MAX_HEADER + 1)), "the header says"),
-    ("too many tensors", raw_header(json.dumps({f"t{i}": EMPTY for i in range(MAX_TENSORS + 1)})), "tensors, over"),
+    ("too many tensors", raw_header(json.dumps({f"t{i}": EMPTY for i in range(MAX_TENSORS + 1)})), "more than 50000"),
     *((f"header {text[:20]!r}", raw_header(text), says) for text, says in BAD_JSON if text),
     ("header is not a table of tables", raw_header('{"x": 1}'), "dtype None"),
     ("no tensors", raw_header("{}"), "no file holds"),
@@ -147,6 +147,8 @@ FOLDER: list[tuple[str, Change, str]] = [
         (f"only {name}", swap_for("weights", lambda p, name=name: p.with_name(name).write_bytes(b"PK")), "there is no")
         for name in ("model.zip", "model.nemo", "model.tar.gz", "modeling_x.py", "model.gguf")
     ),
+    ("too many tensors in two files", lambda f: write_raw(f / "more.safetensors", json.dumps(
+        {f"t{i}": EMPTY for i in range(MAX_TENSORS)}).encode(), b""), "more than 50000"),
     ("tensors in two files", lambda f: (f / "copy.safetensors").write_bytes(weights(f).read_bytes()), "is also in"),
     *((f"config {text[:20]!r}", raw_json(text), says) for text, says in BAD_JSON),
     *((f"generation {text[:20]!r}", raw_json(text, "generation_config.json"), says) for text, says in BAD_JSON[:4]),

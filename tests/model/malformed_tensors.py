@@ -79,6 +79,9 @@ TENSORS: list[tuple[str, str, Change, str]] = [
             ("empty", lambda a: a[:0]),
         )
     ),
+    ("no groups at all", EXL2, lambda folder: edit_tensors(folder, lambda tensors: tensors.update(
+        {f"{DOWN}.{role}": tensors[f"{DOWN}.{role}"][:0] for role in ("q_groups", "q_scale", "q_scale_max")})),
+        f"{DOWN}.q_groups has shape [0], not [2]"),
     ("q_weight a row short", EXL2, put(f"{DOWN}.q_weight", lambda a: a[:-1]), "q_groups"),
     ("q_weight a row longer", EXL2, put(f"{DOWN}.q_weight", lambda a: np.concatenate([a, a[:1]])), "q_groups"),
     *(

@@ -1,5 +1,6 @@
 """A folder as one description: every layout that real files come in."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,19 @@ def test_golden_models_open(name: str) -> None:
         assert ("mlp_post" in layer.norms) == name.startswith("gemma2")
         assert ("bias" in layer.qkv[0].tensors) == name.startswith("qwen2")
     assert checkpoint.head.key == "lm_head"
+
+
+def test_a_snapshot_of_the_hub_s_cache_made_of_links_loads_by_a_link_to_it_too(tmp_path: Path) -> None:
+    snapshot, blobs = (tmp_path / "models--org--small" / part for part in ("snapshots/0123abcd", "blobs"))
+    shutil.copytree(GOLDEN / EXL2, blobs)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(blobs.iterdir())):
+        (snapshot / file.name).symlink_to(f"../../blobs/{number:040x}")
+        file.rename(blobs / f"{number:040x}")
+    (tmp_path / "mine").symlink_to(snapshot)
+    for path in (snapshot, tmp_path / "mine"):
+        down, same = (open_checkpoint(folder).layers[0].down for folder in (path, GOLDEN / EXL2))
+        np.testing.assert_array_equal(dequantize(down), dequantize(same))
 
 
 @pytest.mark.parametrize("name", [EXL2, PLAIN])

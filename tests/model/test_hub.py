@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from exl2chat.model import smollm2
 from exl2chat.model.bitrate import Bitrate, choose_branch, parse_bitrate
 from exl2chat.model.checkpoint import open_checkpoint
 from exl2chat.model.dequant import dequantize
+from exl2chat.model.folder import MAX_JSON
 from exl2chat.model.hub import local_models, resolve
 from exl2chat.model.hub_client import Hub, is_complete
 from exl2chat.paths import Paths
@@ -100,6 +102,11 @@ def test_a_folder_is_used_as_it_is(paths: Paths, tmp_path: Path, monkeypatch: py
 def test_a_path_to_nothing_is_said_to_be_one(reference: str, paths: Paths) -> None:
     with pytest.raises(ModelError, match="there is no such"):
         resolve(reference, paths, silent)
+
+
+def test_a_name_too_long_for_a_folder_is_said_to_be(paths: Paths) -> None:
+    with pytest.raises(ModelError, match="File name too long"):
+        resolve("a" * 300, paths, silent)
 
 
 def test_a_file_is_not_a_model(paths: Paths, tmp_path: Path) -> None:
@@ -283,6 +290,15 @@ def test_no_network_is_one_clear_line(paths: Paths, tmp_path: Path) -> None:
         nobody.probe("org/plain")
 
 
+def test_what_a_server_says_is_not_printed(
+    client: Hub, server: FakeHub, paths: Paths, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [caplog.handler])
+    monkeypatch.setattr(server, "warning", "clipboard; \x1b]52;c;aGk=\x07")
+    resolve("org/plain", paths, silent, client)
+    assert caplog.text == ""
+
+
 def test_a_full_disk_is_one_clear_line(client: Hub, paths: Paths) -> None:
     def full(_stage: str, done: int = 0, _total: int = 0, _unit: str = "") -> None:
         if done:
@@ -304,6 +320,9 @@ def test_local_models_are_the_complete_quantised_ones(client: Hub, paths: Paths)
     default = paths.models / smollm2.FOLDER
     default.mkdir(parents=True)
     assert local_models(paths, client)[0] == ("smollm2", default)
+    with (expected["org/plain"] / "config.json").open("a") as file:
+        file.write(" " * MAX_JSON)  # more than is ever read
+    assert "org/plain" not in dict(local_models(paths, client))
 
 
 @pytest.mark.parametrize(

@@ -251,9 +251,14 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
         open_lora(tmp_path, CONFIG)
 
 
-def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="nowhere: is no folder"):
-        open_lora(tmp_path / "nowhere", CONFIG)
+@pytest.mark.parametrize(
+    ("name", "says"), [("nowhere", "No such file"), ("file", "Not a dir"), ("a" * 300, "too long")]
+)
+def test_a_folder_that_is_none_is_named(name: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match=f"{name}: .*{says}") as fault:
+        open_lora(tmp_path / name, CONFIG)
+    assert "adapter_config.json" in fault.value.remedy
 
 
 def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:

@@ -105,12 +105,6 @@ def test_text_config_overrides_the_fields_around_it(tmp_path: Path) -> None:
     assert config.eos_ids == {2}
 
 
-@pytest.mark.parametrize("field", ["torch_dtype", "dtype"])
-def test_dtype_in_both_spellings(field: str, tmp_path: Path) -> None:
-    assert read(tmp_path, {field: "bfloat16"}).torch_dtype == "bfloat16"
-    assert read(tmp_path, {}).torch_dtype == "float16"
-
-
 def test_ids_of_minus_one_mean_none(tmp_path: Path) -> None:
     config = read(tmp_path, {"pad_token_id": -1, "bos_token_id": None})
     assert (config.pad_id, config.bos_id) == (None, None)

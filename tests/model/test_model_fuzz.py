@@ -25,11 +25,11 @@ FULL = BASE | arch("Gemma2") | {
     "head_dim": 16, "sliding_window": 64, "layer_types": ["full_attention"] * 4, "max_window_layers": 2,
     "use_sliding_window": True, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0, "hidden_act": "silu", "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True, "bos_token_id": 1, "pad_token_id": 0, "torch_dtype": "float16", "dtype": "float16",
+    "tie_word_embeddings": True, "bos_token_id": 1, "pad_token_id": 0,
     "partial_rotary_factor": 0.5, "original_max_position_embeddings": 64, "rope_scaling": None, "rope_parameters": None,
     "quantization_config": {"quant_method": "exl2"}, "text_config": {"model_type": "gemma2"},
 }  # fmt: skip
-OVERRULED = {"model_type", "hidden_act", "torch_dtype", "original_max_position_embeddings"}  # by others in FULL
+OVERRULED = {"model_type", "hidden_act", "original_max_position_embeddings"}  # by others in FULL
 GENERATION = {
     "eos_token_id": 1, "do_sample": True, "temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0,
     "repetition_penalty": 1.0,

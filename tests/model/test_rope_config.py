@@ -11,8 +11,9 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from exl2chat.errors import ModelError
-from exl2chat.model.config import Rope, read_config
+from exl2chat.model.config import read_config
 from exl2chat.model.folder import open_folder
+from exl2chat.model.rope_config import Rope
 from tests.model.test_model_config import BASE, MIXED, arch
 
 LONG = {"short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
@@ -34,7 +35,6 @@ def frequencies(rope: Rope, length: int) -> tuple[np.ndarray, float]:
     if rope.kind == "yarn":
         return yarn(rope, plain)
     if rope.kind == "longrope":
-        assert rope.factors is not None
         scale = math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_context)) if rope.factor > 1 else 1.0
         return plain / rope.factors[length > rope.original_context], rope.attention_factor or scale
     return plain, 1.0

@@ -29,7 +29,6 @@ def test_a_saved_model_opens_with_every_weight(name: str, dtype: torch.dtype, tm
 
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.config.eos_ids == {2, 3}
-    assert checkpoint.config.torch_dtype == str(dtype).removeprefix("torch.")
     found = [checkpoint.embedding, checkpoint.final_norm, *checkpoint.head.tensors.values()]
     for layer in checkpoint.layers:
         found += [*layer.norms.values(), *(info for linear in layer.linears for info in linear.tensors.values())]

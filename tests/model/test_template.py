@@ -75,6 +75,8 @@ def test_a_template_without_an_end_token_stops_at_its_next_heading(tmp_path: Pat
     found = template(source, tmp_path)
     assert found.stop_ids == frozenset()
     assert found.stop_strings == ("\n\n### user:",)
+    found = template("{% for m in messages %}{{ m.content }}{{ '-' * 1000000 }}{% endfor %}", tmp_path)
+    assert found.stop_strings == ("-" * 100,)
 
 
 def test_a_system_text_the_template_refuses_or_drops_goes_to_the_user(tmp_path: Path) -> None:
@@ -128,6 +130,7 @@ HOSTILE = {
     "long date": "{{ strftime_now('%Y' * 200) }}",
     "surrogate date": "{{ strftime_now('\\ud800') }}",
     "raise nothing": "{{ raise_exception() }}",
+    "raise a novel": "{{ raise_exception('x' * 1000000) }}",
     "too large": " " * (MAX_SOURCE + 1),
     "too much text": "{% for i in range(1000) %}" + "x" * 10_000 + "{% endfor %}",
     "deep list": "{% set n = namespace(x=1) %}{% for i in range(3000) %}{% set n.x = [n.x] %}{% endfor %}"
@@ -141,6 +144,7 @@ def test_a_hostile_template_is_one_clear_line(name: str, tmp_path: Path) -> None
     with pytest.raises(ModelError) as caught:
         render(HOSTILE[name], tmp_path)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("name", ["__globals__", "__class__", "__self__", "__code__", "func"])

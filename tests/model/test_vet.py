@@ -79,6 +79,16 @@ def test_a_pattern_that_never_ends_is_refused(model: ModelFolder, paths: Paths) 
         vet(with_normalizer(model, pre_tokenizer=CATASTROPHIC), paths)
 
 
+def test_code_in_the_current_folder_is_not_run(
+    model: ModelFolder, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = model.path / "ran"
+    (model.path / "tokenizers.py").write_text(f"open({str(ran)!r}, 'w')\nraise SystemExit(0)")
+    monkeypatch.chdir(model.path)
+    vet(model, paths)
+    assert not ran.exists()
+
+
 def test_malformed_files_are_named(model: ModelFolder, paths: Paths) -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.json: normalizer 'Exec' is not supported"):
         vet(with_normalizer(model, normalizer={"type": "Exec"}), paths)

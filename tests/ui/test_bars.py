@@ -4,7 +4,7 @@ import pytest
 
 from exl2chat.chat.events import LoadProgress
 from exl2chat.link.protocol import Stats
-from exl2chat.ui.bars import Status, joined, load_words, meter, size, status_words
+from exl2chat.ui.bars import Status, joined, load_words, meter, size, status_words, title_line
 from exl2chat.ui.entries import clock, speed
 
 
@@ -21,7 +21,27 @@ from exl2chat.ui.entries import clock, speed
     ],
 )
 def test_load(progress: LoadProgress, words: str) -> None:
-    assert load_words(progress, 4.0) == words
+    assert load_words(progress, 4.0, 80) == words
+
+
+def test_a_narrow_line_keeps_the_share_of_a_load() -> None:
+    assert load_words(LoadProgress("downloading", 1, 4, ""), 4.0, 40) == f"downloading {meter(0.25, 20)}  25%"
+    assert load_words(LoadProgress("downloading weights", 1, 4, ""), 4.0, 20) == "downloading we…  25%"
+
+
+@pytest.mark.parametrize(
+    ("title", "width", "words"),
+    [
+        ("ducks", 40, "ducks         smollm2 · EXL2 4 bpw · cpu"),
+        ("a title of ducks, and long", 40, "a title of ducks, and long       smollm2"),
+        ("a title of ducks, and long", 20, "a title of…  smollm2"),
+        ("a title of ducks, and long", 12, "a tit…  smo…"),
+        ("x", 1, "x …"),
+    ],
+)
+def test_title_and_model_share_their_line(title: str, width: int, words: str) -> None:
+    assert title_line(title, ("smollm2", "EXL2 4 bpw", "cpu"), width).plain == words
+    assert title_line(title, (), 40).plain.rstrip() == title
 
 
 def test_status() -> None:

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exl2chat.paths import Paths
+from exl2chat.paths import Paths, theme_files
 from exl2chat.ui.layout import DRAWN_SECTIONS, Layout
 from exl2chat.ui.render import Renderer, Row
 from exl2chat.ui.section import Entry
-from exl2chat.ui.themes import load_theme, theme_files
+from exl2chat.ui.themes import load_theme
 
 HEIGHT = 9
 TEXTS = [

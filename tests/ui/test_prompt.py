@@ -88,7 +88,7 @@ async def test_a_huge_paste_is_a_token_until_it_is_sent(start) -> None:
         await screen.ready()
         await screen.type("look: ")
         screen.app.prompt.post_message(events.Paste(text))
-        await screen.until(lambda: screen.shown("⟦paste 1: 100001 lines"))
+        await screen.until(lambda: screen.shown("⟦paste 1: 100000 lines"))
         await screen.press("enter")
         await screen.until(lambda: sent(screen) == ["look: " + text])
         await screen.replied()
@@ -189,11 +189,12 @@ async def test_a_queued_message_comes_back_without_losing_the_draft(start) -> No
         await screen.until(lambda: screen.chat.busy)
         await screen.say("second")
         await screen.until(lambda: screen.shown("1 queued"))
-        await screen.type("a draft")
+        await screen.type("a draft\u200b")
         await screen.press("escape")
-        await screen.until(lambda: screen.app.prompt.text == "second")
+        await screen.until(lambda: screen.app.prompt.full_text == "second\na draft\u200b")
+        assert screen.app.prompt.cursor_location == screen.app.prompt.document.end
         await screen.press("ctrl+z")
-        await screen.until(lambda: screen.app.prompt.text == "a draft")
+        await screen.until(lambda: screen.app.prompt.full_text == "a draft\u200b")
 
 
 def test_history_survives_damage_and_stays_private(paths) -> None:

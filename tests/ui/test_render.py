@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from exl2chat.paths import Paths
+from exl2chat.paths import Paths, theme_files
 from exl2chat.ui.blocks import Block, split
 from exl2chat.ui.layout import Layout
 from exl2chat.ui.render import MARGIN, Renderer, Row, fit
 from exl2chat.ui.section import Entry
-from exl2chat.ui.themes import load_theme, theme_files
+from exl2chat.ui.themes import load_theme
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +113,23 @@ def test_a_long_table_keeps_its_columns(renderer: Renderer) -> None:
     assert len(lines) == 52
     assert lines[0].startswith("n   xs")
     assert {line.index("x") for line in lines[2:] if "x" in line} == {4}
+
+
+def test_a_table_without_room_for_columns_is_a_list_of_its_rows(renderer: Renderer) -> None:
+    body = "| #2 | 52 | 15.9 | **eos** |\n| #4 | 118 | | stopped |"
+    table = f"| reply | prompt | tokens/s | ended by |\n|--|--|--|--|\n{body}"
+    assert drawn(renderer, table, 32).startswith("reply  prompt  tokens/s  ended")
+    rows = ["reply: #2", "prompt: 52", "tokens/s: 15.9", "ended by: eos", ""]
+    rows += ["reply: #4", "prompt: 118", "tokens/s:", "ended by: stopped"]
+    assert drawn(renderer, table, 24).splitlines() == rows
+
+
+def test_a_long_table_without_room_for_columns_goes_on_as_a_list(renderer: Renderer) -> None:
+    body = "\n".join(f"| {n} | b{n} | c{n} |" for n in range(50))
+    lines = drawn(renderer, f"| first | second | third |\n|--|--|--|\n{body}", 14).splitlines()
+    assert len(lines) == 4 * 50 - 1
+    assert lines[-3:] == ["first: 49", "second: b49", "third: c49"]
+    assert lines[3::4] == [""] * 49
 
 
 def test_long_code_is_folded_not_cut(renderer: Renderer) -> None:

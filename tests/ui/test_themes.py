@@ -7,9 +7,9 @@ from rich.style import Style
 from textual.color import Color
 
 from exl2chat.errors import UsageError
-from exl2chat.paths import Paths
+from exl2chat.paths import Paths, theme_files
 from exl2chat.ui.look import SYNTAX
-from exl2chat.ui.themes import ChatTheme, load_theme, theme_files
+from exl2chat.ui.themes import ChatTheme, load_theme
 
 SHIPPED = sorted(path.stem for path in (Path(__file__).parents[2] / "themes").glob("*.toml"))
 WCAG_AA = 4.5

@@ -12,15 +12,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from exl2chat.engine.batch_drafting import ModelDrafts, Rounds, SuffixDrafts
+from exl2chat.engine.batch_drafting import BatchDrafter, ModelDrafts, Rounds, SuffixDrafts
 from exl2chat.engine.cache import PAGE, KVCache
 from exl2chat.engine.decoders import MOST_DRAFTS
 from exl2chat.engine.device_decoder import checked
 from exl2chat.engine.device_draws import Drawing
+from exl2chat.engine.device_steps import runs_on_device
 from exl2chat.engine.drafting import Speculate, choose_drafts
 from exl2chat.engine.embeddings import InputEmbeddings, check_prompt
 from exl2chat.engine.executor import Executor
 from exl2chat.engine.lora import Scaled, cache_salt, with_adapters
+from exl2chat.engine.paged_steps import alike_drafts
 from exl2chat.engine.pages import PageTable
 from exl2chat.engine.replies.jobs import Failed, Final, Job, Prefilled, Result, Started, Streamed, Times
 from exl2chat.engine.replies.language import Language
@@ -50,15 +52,15 @@ class _Running:
 
 @dataclass(slots=True)
 class _Turn:
-    """What a step computed for a job whose text has `length` tokens: the logits [prompts, 1 + drafts, V], or the token
-    that a device `drew`. Then how many drafts were right, and whether the job is `over`."""
+    """What a step computed for a job whose text has `length` tokens: the logits [prompts, 1 + drafts, V], or the 1 +
+    drafts tokens that a device `drew`. Then how many drafts were right, and whether the job is `over`."""
 
     serial: int
     job: _Running
     length: int
     drafts: tuple[int, ...]
     logits: NDArray[np.float32] | None
-    drew: int = 0
+    drew: Sequence[int] = ()
     accepted: int = 0
     over: bool = False
 
@@ -78,20 +80,23 @@ class DynamicGenerator:
         draft_model: Transformer | None = None,
         draft_cache: KVCache | None = None,
         speculate: Speculate = "auto",
+        drafter: BatchDrafter | None = None,
     ) -> None:
         """Up to limits.drafts tokens of each reply are drafted at a time, as `speculate` says
-        (`drafting.choose_drafts`); MOST_DRAFTS without `limits`. The draft model's cache, by default one as long as
-        `cache`, is used by nobody else. UsageError for a draft model with fewer tokens than `model`, and where drafts
-        are asked for and limits.drafts is 0."""
+        (`drafting.choose_drafts`); MOST_DRAFTS without `limits`. Where a device draws the tokens, "auto" drafts by
+        n-grams as many as change no bit of a logit (`paged_steps.alike_drafts`). The draft model's cache, by default
+        one as long as `cache`, is used by nobody else. `drafter` proposes in place of n-grams. UsageError for a draft
+        model with fewer tokens than `model`, and where drafts are asked for and limits.drafts is 0."""
         self.language = Language(tokenizer, model.config.vocab_size)
         drafts = choose_drafts(speculate, model, draft_model, self.language.size)
         asked = drafts == "draft" or speculate == "ngram"
+        free = speculate == "auto" and not asked and not drafter and runs_on_device(model, self.language.size)
         if limits is None:
-            chunk = prefill_chunk(model.device)
-            limits = Limits(batch=64, queue=MANY, chunk=chunk, drafts=MOST_DRAFTS if asked else 0)
+            most = MOST_DRAFTS if asked or free or drafter else 0
+            limits = Limits(batch=64, queue=MANY, chunk=prefill_chunk(model.device), drafts=most)
         if asked and not limits.drafts:
             raise UsageError("drafts are asked for, and limits.drafts is 0", "say how many are tried at a time")
-        if model.device.type == "cuda":  # where more would be rounded in another way
+        if model.device.type == "cuda":  # as many as a graph has room for
             limits = replace(limits, drafts=min(limits.drafts, MOST_DRAFTS))
         self._model, self._cache = model, cache
         self._executor = Executor(model, cache, self.language.size)
@@ -105,8 +110,10 @@ class DynamicGenerator:
             draft_cache = draft_cache or draft_model.new_cache(cache.capacity)
             self._caches.append(draft_cache)
             self._draft_model = ModelDrafts(draft_model, draft_cache, self._executor.pages, self.language.size)
-        drafter = SuffixDrafts() if drafts == "ngram" else self._draft_model
-        self._rounds = Rounds(drafter, limits.drafts) if limits.drafts and speculate != "off" else None
+        if drafter is None:
+            drafter = self._draft_model or (SuffixDrafts(free) if drafts == "ngram" or free else None)
+        drafting = limits.drafts > 0 and speculate != "off"
+        self._rounds = Rounds(drafter, limits.drafts, alike_drafts if free else None) if drafting else None
         self._empty()
 
     @property
@@ -217,6 +224,7 @@ class DynamicGenerator:
             self._defragment()
             plan = self._scheduler.plan()
             self._start(plan)
+            recordings = self._recordings
             turns = self._compute(plan)
         except BaseException:
             self._scheduler.reset()
@@ -228,8 +236,9 @@ class DynamicGenerator:
         finally:  # whatever happens, the scheduler knows of every token that a reply has
             self._commit(plan, turns)
             self._tell_progress(plan)
-        if self._rounds is not None:
-            self._rounds.end(plan, [len(turn.drafts) for turn in turns], [turn.accepted for turn in turns])
+        if self._rounds is not None and self._recordings == recordings:  # else the time says nothing
+            drafted = {turn.serial: len(turn.drafts) for turn in turns}
+            self._rounds.end(plan, drafted, {turn.serial: turn.accepted for turn in turns})
         return bool(turns)
 
     def _compute(self, plan: StepPlan) -> list[_Turn]:
@@ -244,26 +253,32 @@ class DynamicGenerator:
             places.setdefault(row.job, []).append(place)
         jobs = {serial: self._jobs[serial] for serial in places}
         draws = {
-            serial: job.drawing for serial, job in jobs.items() if job.task.chooser.on_device and not drafts[serial]
+            serial: job.drawing
+            for serial, job in jobs.items()
+            if job.task.chooser.on_device and not (drafts[serial] and job.drawing.counts)
         }
         computed = self._executor.run(step, draws)
         turns = []
         for serial, rows in places.items():
             turn = _Turn(serial, jobs[serial], len(jobs[serial].task.chooser.tokens), drafts[serial], None)
+            last = 1 + len(turn.drafts)
             if serial in computed.drawn:
-                turn.drew = computed.drawn[serial]
+                turn.drew = computed.drawn[serial][-last:]
             else:
-                last = 1 + len(turn.drafts)
                 turn.logits = np.stack([computed.rows[row][-last:].numpy(force=True) for row in rows])
             turns.append(turn)
         if self._rounds is not None:
             self._rounds.computed()
         return turns
 
+    @property
+    def _recordings(self) -> int:
+        return self._executor.recordings + (self._draft_model.recordings if self._draft_model else 0)
+
     def _defragment(self) -> None:
         """Before the first job of several, when the results of all earlier ones have been handed out: a failure costs
-        none of them, and what was in the cache is read again."""
-        if self._scheduler.running:
+        none of them, and what was in the cache is read again. Where pages are followed there is nothing to win."""
+        if self._scheduler.running or not self._executor.gathers:
             return
         copies = self._scheduler.defragment()
         self._executor.copy(copies)
@@ -301,15 +316,15 @@ class DynamicGenerator:
         job.drafted += len(turn.drafts)
         try:
             for number in range(1 + len(turn.drafts)):
-                token = checked(turn.drew) if turn.logits is None else chooser.draw(turn.logits[:, number])
+                token = chooser.draw(turn.logits[:, number]) if turn.logits is not None else checked(turn.drew[number])
                 if turn.serial not in self._jobs:  # its own hook cancelled it
                     break
                 advance = job.task.push(token)
                 right = number < len(turn.drafts) and token == turn.drafts[number]
                 turn.accepted += right
                 job.accepted += right
-                turn.over = advance.end is not None
                 self._pending += _streamed(turn.serial, job, advance)
+                turn.over = advance.end is not None
                 if turn.over or advance.rewound or not right:
                     break
         except Exception as error:  # of a filter or a hook, too

@@ -9,13 +9,13 @@ import torch
 from exl2chat.engine.cache import KVCache
 from exl2chat.engine.constraints import Constraint
 from exl2chat.engine.decoders import MOST_DRAFTS, Decoder
-from exl2chat.engine.drafting import Speculate, choose_drafter, common_prefix
+from exl2chat.engine.drafting import Speculate, choose_drafters, common_prefix
 from exl2chat.engine.embeddings import InputEmbeddings, check_prompt
 from exl2chat.engine.lora import Scaled, with_adapters
+from exl2chat.engine.paced_drafts import Speculated
 from exl2chat.engine.replies.jobs import Choice, EndReason, Job, Token
 from exl2chat.engine.replies.language import Language
 from exl2chat.engine.replies.task import Advance, End, Task
-from exl2chat.engine.speculation import Speculated
 from exl2chat.engine.stopping import StopConditions, StopReason
 from exl2chat.engine.token_table import TokenTable
 from exl2chat.engine.transformer import Transformer, prefill_chunk
@@ -120,9 +120,9 @@ class StreamingGenerator:
         speculate: Speculate = "auto",
         known: Sequence[int] = (),
     ) -> None:
-        """Up to `num_speculative_tokens` are drafted at a time, as `speculate` says (`drafting.choose_drafter`). The
-        draft model's cache, by default one as long as `cache`, is used by nobody else. UsageError for a draft model
-        with fewer tokens than `model`."""
+        """Up to `num_speculative_tokens` are drafted at a time, as `speculate` says (`drafting.choose_drafters`); no
+        more than MOST_DRAFTS where a GPU draws. The draft model's cache, by default one as long as `cache`, is used by
+        nobody else. UsageError for a draft model with fewer tokens than `model`."""
         self._model, self._cache, self._tokenizer = model, cache, tokenizer
         if num_speculative_tokens < 1:
             raise UsageError(f"num_speculative_tokens is {num_speculative_tokens}", "it is at least 1")
@@ -132,8 +132,8 @@ class StreamingGenerator:
         self._size = self._language.size
         if draft_model is not None and draft_cache is None:
             draft_cache = draft_model.new_cache(cache.capacity)
-        drafter = choose_drafter(speculate, model, draft_model, draft_cache, self._size, known)
-        self._decoder = Decoder(model, cache, self._size, drafter, num_speculative_tokens)
+        drafters = choose_drafters(speculate, model, draft_model, draft_cache, self._size, known)
+        self._decoder = Decoder(model, cache, self._size, drafters, num_speculative_tokens)
         self._conditions = StopConditions(tokenizer.eos_ids)
         self._reply: _Reply | None = None
         self._table: TokenTable | None = None

@@ -26,9 +26,12 @@ ON_DEVICE = frozenset(
 )  # fmt: skip
 
 
+_UNSET = {name: value for name, value in msgspec.structs.asdict(Sampling()).items() if name not in ON_DEVICE}
+
+
 def known_to_device(settings: Sampling) -> bool:
     """Whether nothing is set that only the host can do."""
-    return settings == Sampling(**{name: getattr(settings, name) for name in ON_DEVICE})
+    return all(getattr(settings, name) == value for name, value in _UNSET.items())
 
 
 class _Before(NamedTuple):
@@ -49,8 +52,10 @@ class Chooser:
     def __init__(self, job: Job, prompt: Sequence[int], language: Language, healed: int | None = None) -> None:
         """`healed` was taken off the end of `prompt`. The job's constraint begins, and is this reply's own."""
         self._job, self._language, self._healed = job, language, healed
-        self.seed = secrets.randbits(32) if job.sampling.seed is None else job.sampling.seed
-        self.sampling = msgspec.structs.replace(job.sampling, seed=self.seed)
+        self.seed, self.sampling = job.sampling.seed or 0, job.sampling
+        if job.sampling.seed is None:
+            self.seed = secrets.randbits(32)
+            self.sampling = msgspec.structs.replace(job.sampling, seed=self.seed)
         self.tokens, self._start = list(prompt), len(prompt)
         self._before: list[_Before] = []
         self._sampler: Sampler | None = None
@@ -60,7 +65,14 @@ class Chooser:
         self._prepared = False
         self._choice: Choice | None = None
         tells = job.logits or job.probabilities or job.top_tokens > 0
-        self._plain = job.guidance is None and not job.hooks and not tells and known_to_device(job.sampling)
+        # whether a device may draw the reply: all of its tokens but those of which some may not come
+        self.plain = (
+            job.constraint is None
+            and job.guidance is None
+            and not job.hooks
+            and not tells
+            and known_to_device(job.sampling)
+        )
         if job.constraint is not None:
             job.constraint.begin(job.continuing or healed is not None, healed)
 
@@ -86,7 +98,7 @@ class Chooser:
     def on_device(self) -> bool:
         """Whether the next token depends on nothing but logits and settings that kernels/sample.cu knows: drawn there,
         with `sampling`, it is the same."""
-        return self._plain and self._free
+        return self.plain and self._free
 
     @property
     def _free(self) -> bool:
@@ -170,13 +182,18 @@ class Chooser:
 
     def rewind(self, count: int) -> None:
         """Take back the last `count` tokens. The first of them is not drawn again at its place."""
-        undone, first = self._before[-count:], self.tokens[-count]
+        first = self.tokens[-count]
+        self.forget(count)
+        self.ban((first,))
+
+    def forget(self, count: int) -> None:
+        """As it was before the last `count` tokens, at least 1, were added."""
+        undone = self._before[-count:]
         del self._before[-count:], self.tokens[-count:]
         if self._job.constraint is not None:
             self._job.constraint.rollback(sum(before.told for before in undone))
         self._blocked = {position: ids for position, ids in self._blocked.items() if position <= len(self.tokens)}
-        self.ban((first,))
-        self._sampler, self._limit = None, undone[0].limit
+        self._sampler, self._limit, self._prepared = None, undone[0].limit, False
 
     def _remembering(self) -> Sampler:
         """The sampler, which remembers all of `tokens`."""

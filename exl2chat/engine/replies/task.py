@@ -50,6 +50,7 @@ class Task:
         self.chooser = Chooser(job, self.prompts[0], language, healed)
         self._detokenizer = self._new_detokenizer()
         self._held: list[Token] = []
+        self._owed = NOTHING  # of what passed, but for an interrupt
         self._said: list[str] = []
 
     @property
@@ -58,17 +59,26 @@ class Task:
         return "".join(self._said)
 
     def push(self, token: int) -> Advance:
-        """`token` becomes part of the reply."""
+        """`token` becomes part of the reply. If this is broken off, by an interrupt, say, nothing has changed, unless
+        tokens were to be taken back: then they may have been."""
+        count, held, said = len(self.chooser.tokens), list(self._held), len(self._said)
+        try:
+            return self._push(token)
+        except BaseException:
+            self._undo(count, held, said)
+            raise
+
+    def _push(self, token: int) -> Advance:
         choice = self.chooser.add(token)
         if token in self.job.stops.ids:
             return self.finish(End("stop_token", token=token))
-        text = self._text_of(token)
+        text = self._text_of(token, self.chooser.count)
         self._held.append(Token(token, text) if choice is None else _described(choice, text, self.job))
         passed = self._gate.push(text)
         if self._gate.banned is not None:
             return self._take_back(self._gate.banned.tokens)
         if self._gate.found is not None:
-            withheld = tuple(self._held[passed.tokens :])
+            withheld = tuple(self._held[self._owed.tokens + passed.tokens :])
             return self._release(passed, End("stop_string", None, self._gate.found, self._gate.flush(), withheld))
         if self.chooser.finished:
             return self.finish(End("end_filter", token=token), passed)
@@ -84,20 +94,37 @@ class Task:
         return self._release(Passed(text, len(self._held)), end)
 
     def _release(self, passed: Passed, end: End | None = None) -> Advance:
-        tokens, self._held = tuple(self._held[: passed.tokens]), self._held[passed.tokens :]
-        self._said.append(passed.text)
-        return Advance(passed.text, tokens, end=end)
+        text, count = self._owed.text + passed.text, self._owed.tokens + passed.tokens
+        tokens, self._held = tuple(self._held[:count]), self._held[count:]
+        self._said.append(text)
+        self._owed = NOTHING
+        return Advance(text, tokens, end=end)
 
-    def _text_of(self, token: int) -> str:
-        """The characters that the last token completes. Those of the healed token are the prompt's."""
+    def _undo(self, count: int, held: list[Token], said: int) -> None:
+        """Back to when the chooser had `count` tokens, of which `held` were not told, after `said` texts."""
+        added = len(self.chooser.tokens) - count
+        if added > 0:
+            self.chooser.forget(added)
+        self._held = held[: len(held) + min(added, 0)]
+        del self._said[said:]
+        self._gate = Gate(self.job.stops.strings, self.job.banned)
+        self._detokenizer = self._new_detokenizer()
+        reply = self.chooser.reply
+        passed = [self._gate.push(self._text_of(token, number)) for number, token in enumerate(reply, 1)]
+        text, tokens = "".join(each.text for each in passed), sum(each.tokens for each in passed)
+        self._owed = Passed(text[len(self.text) :], tokens - (len(reply) - len(self._held)))
+
+    def _text_of(self, token: int, number: int) -> str:
+        """The characters that a token of the reply completes, the first being number 1. Those of the healed token are
+        the prompt's."""
         text = self._detokenizer.push(token)
-        return text.removeprefix(self._healed) if self.chooser.count == 1 else text
+        return text.removeprefix(self._healed) if number == 1 else text
 
     def _take_back(self, count: int) -> Advance:
         """Go back to where a banned string began, and have another token begin there."""
         suppressed = tuple(self._held[-count:])
-        del self._held[-count:]
         self.chooser.rewind(count)
+        del self._held[-count:]
         self._detokenizer = self._new_detokenizer()
         for token in self.chooser.reply:
             self._detokenizer.push(token)

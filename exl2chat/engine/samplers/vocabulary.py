@@ -2,10 +2,10 @@
 
 from functools import cached_property
 
-from exl2chat.model.tokenizer import Tokenizer
+from exl2chat.model.tokenizer import Tokenizer, token_texts
 from exl2chat.settings import Sampling
 
-BREAKING = frozenset('.,!?<>[](){}\n\t"')
+BREAKING = frozenset(b'.,!?<>[](){}\n\t"')
 
 
 class Vocabulary:
@@ -22,15 +22,11 @@ class Vocabulary:
     @cached_property
     def structure(self) -> frozenset[int]:
         """Tokens whose text has a line feed; and special tokens, such as those that end a reply."""
-        return self._tokenizer.special_ids | {i for i, text in enumerate(self._texts) if "\n" in text}
+        return self._tokenizer.special_ids | {i for i, text in enumerate(self._texts) if b"\n" in text}
 
     @cached_property
-    def _texts(self) -> list[str]:
-        return [self._text(token) for token in range(self._tokenizer.vocab_size)]
-
-    def _text(self, token: int) -> str:
-        detokenizer = self._tokenizer.detokenizer(continuing=True)
-        return detokenizer.push(token) + detokenizer.flush()
+    def _texts(self) -> list[bytes]:
+        return token_texts(self._tokenizer, self._tokenizer.vocab_size)
 
 
 def breakers(settings: Sampling, vocabulary: Vocabulary | None) -> frozenset[int]:

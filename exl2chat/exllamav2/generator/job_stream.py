@@ -6,8 +6,8 @@ from exl2chat.engine.embeddings import InputEmbeddings
 from exl2chat.engine.generators.dynamic import DynamicGenerator
 from exl2chat.engine.generators.streaming import REASONS, Abort, Extras, StreamResult
 from exl2chat.engine.lora import Scaled
+from exl2chat.engine.paced_drafts import Speculated
 from exl2chat.engine.replies.jobs import EndReason, Failed, Job, Streamed
-from exl2chat.engine.speculation import Speculated
 from exl2chat.engine.stopping import StopConditions, StopReason
 from exl2chat.errors import ChatError
 from exl2chat.exllamav2.cache import ExLlamaV2Cache
