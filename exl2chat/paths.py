@@ -94,9 +94,14 @@ def private_folder(path: Path) -> Path:
 def open_private(path: Path, flags: int) -> int:
     """A file descriptor of a 0600 file whatever the umask; a file found looser is repaired."""
     handle = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    keep_private(handle)
+    return handle
+
+
+def keep_private(handle: int) -> None:
+    """Let only its owner read and write an open file."""
     if os.fstat(handle).st_mode & 0o077:
         os.fchmod(handle, 0o600)
-    return handle
 
 
 def fsync_folder(path: Path) -> None:

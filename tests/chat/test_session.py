@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from exl2chat.chat import store
 from exl2chat.chat.events import Message
 from exl2chat.chat.records import Draft, dump, load
 from exl2chat.chat.session import Session, first_line, list_sessions, slug
@@ -143,10 +142,14 @@ def test_a_session_without_write_permission_is_read_only(paths: Paths, monkeypat
     session = make(paths, "hello", 1000)
     assert session.file is not None
 
-    def refuse(*_: object) -> int:
-        raise PermissionError(errno.EACCES, "Permission denied")
+    real = os.open
 
-    monkeypatch.setattr(store, "open_private", refuse)
+    def refuse(path: Path, flags: int) -> int:
+        if flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, flags)
+
+    monkeypatch.setattr(os, "open", refuse)
     again = Session.open(session.file, paths)
     assert again.notices == ("this session is read-only (Permission denied): `/fork` goes on in a copy",)
     assert [message.text for message in again.path] == ["hello"]

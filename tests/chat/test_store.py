@@ -193,6 +193,31 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, data: bytes) -> Non
     assert path.read_bytes() == data
 
 
+def test_a_file_gets_private_only_once_it_is_known_to_be_a_session(tmp_path: Path) -> None:
+    notes, session = tmp_path / "notes.txt", tmp_path / "s.jsonl"
+    notes.write_text("not a session\n")
+    session.write_bytes(dump(Header(1, "s", "", "t")) + dump(TALK[0]))
+    for path in (notes, session):
+        path.chmod(0o644)
+    with pytest.raises(SessionError):
+        SessionFile.open(notes)
+    SessionFile.open(session)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (notes, session)] == [0o644, 0o600]
+
+
+def test_a_session_that_cannot_be_made_private_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(dump(Header(1, "s", "", "t")) + dump(TALK[0]))
+    path.chmod(0o664)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "fchmod", refuse)
+    file, log = SessionFile.open(path)
+    assert (file.obstacle, log.tree.path) == ("Operation not permitted", (TALK[0],))
+
+
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
 def test_only_a_regular_file_is_read(tmp_path: Path, make: Callable[[Path], None]) -> None:
     path = tmp_path / "x.jsonl"
