@@ -86,7 +86,8 @@ class SessionFile:
         self._waiting.clear()
 
     def _create(self) -> None:
-        private_folder(self.path.parent)
+        if not self.path.parent.is_dir():  # one that is there may be anybody's: /fork saves beside what was opened
+            private_folder(self.path.parent)
         handle = open_private(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         try:
             _lock(handle)

@@ -205,6 +205,15 @@ def test_a_file_gets_private_only_once_it_is_known_to_be_a_session(tmp_path: Pat
     assert [stat.S_IMODE(path.stat().st_mode) for path in (notes, session)] == [0o644, 0o600]
 
 
+def test_the_copy_of_a_session_leaves_the_folder_as_it_is(tmp_path: Path, paths: Paths) -> None:
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(dump(Header(1, "s", "", "t")) + dump(TALK[0]))
+    tmp_path.chmod(0o755)
+    copy = Session.open(path, paths).fork()
+    copy.add(TALK[1])
+    assert (copy.fault, stat.S_IMODE(tmp_path.stat().st_mode)) == (None, 0o755)
+
+
 def test_a_session_that_cannot_be_made_private_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "s.jsonl"
     path.write_bytes(dump(Header(1, "s", "", "t")) + dump(TALK[0]))
