@@ -1,8 +1,10 @@
 """Where things live, and how a private file is made."""
 
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from errno import EFBIG, EINVAL
 from pathlib import Path
 
 import platformdirs
@@ -102,6 +104,23 @@ def keep_private(handle: int) -> None:
     """Let only its owner read and write an open file."""
     if os.fstat(handle).st_mode & 0o077:
         os.fchmod(handle, 0o600)
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """What is in the regular file `path`. OSError where it is larger than `limit` bytes, or something else: a pipe or
+    a device may never end. None is waited for."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        check_file(file.fileno(), limit)
+        return file.read()
+
+
+def check_file(handle: int, limit: int) -> None:
+    """OSError unless what is open is a regular file of at most `limit` bytes."""
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(EINVAL, "is not a regular file")
+    if found.st_size > limit:
+        raise OSError(EFBIG, f"is larger than {limit >> 20} MiB")
 
 
 def fsync_folder(path: Path) -> None:
