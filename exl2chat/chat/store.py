@@ -7,13 +7,14 @@ written waits in memory and goes out with the next record that can: a full disk 
 
 import fcntl
 import os
-import stat
 from errno import ENOLCK, ENOSPC, ENOTSUP
 from pathlib import Path
 
 from exl2chat.chat.records import Header, Log, Record, dump, load
 from exl2chat.errors import ChatError, SessionError
-from exl2chat.paths import fsync_folder, keep_private, open_private, private_folder
+from exl2chat.paths import check_file, fsync_folder, keep_private, open_private, private_folder
+
+LARGEST = 256 << 20  # bytes; a chat of a million words has 6 MB
 
 
 class SessionFile:
@@ -42,7 +43,8 @@ class SessionFile:
             log = _read(handle)
         except OSError as fault:
             os.close(handle)
-            raise SessionError(f"{path}: {fault.strerror}", "check the file and its permissions") from None
+            remedy = "check the file and its permissions, or choose another with --resume"
+            raise SessionError(f"{path}: {fault.strerror}", remedy) from None
         except SessionError as fault:
             os.close(handle)
             raise SessionError(f"{path}: {fault.message}", fault.remedy) from None
@@ -130,9 +132,8 @@ def _open_locked(path: Path) -> tuple[int, str]:
 
 
 def _read(handle: int) -> Log:
-    """What an open file says. SessionError where it is no session."""
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        raise SessionError("is not a regular file", "`exl2chat sessions` lists the saved ones")
+    """What an open file says. SessionError or OSError where it is no session."""
+    check_file(handle, LARGEST)
     with open(handle, "rb", closefd=False) as file:
         log = load(file.read())
     if log.size + len(log.torn) and not log.tree.messages and log.header is None:

@@ -13,7 +13,7 @@ import pytest
 from exl2chat.chat.events import Message
 from exl2chat.chat.records import Header, dump, load
 from exl2chat.chat.session import Session
-from exl2chat.chat.store import SessionFile
+from exl2chat.chat.store import LARGEST, SessionFile
 from exl2chat.errors import SessionError
 from exl2chat.paths import Paths
 
@@ -232,6 +232,14 @@ def test_only_a_regular_file_is_read(tmp_path: Path, make: Callable[[Path], None
     path = tmp_path / "x.jsonl"
     make(path)
     with pytest.raises(SessionError, match=r"x\.jsonl: is not a regular file"):
+        SessionFile.open(path)
+
+
+def test_a_file_far_too_large_for_a_session_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(dump(Header(1, "s", "", "t")) + dump(TALK[0]))
+    os.truncate(path, LARGEST + 1)
+    with pytest.raises(SessionError, match=r"x\.jsonl: is larger than 256 MiB"):
         SessionFile.open(path)
 
 
