@@ -123,8 +123,8 @@ def check_file(handle: int, limit: int) -> None:
         raise OSError(EFBIG, f"is larger than {limit >> 20} MiB")
 
 
-def fsync_folder(path: Path) -> None:
-    """Make a new or renamed entry of `path` survive a power loss."""
+def fsync(path: Path) -> None:
+    """Make what is in a file survive a power loss; of a folder its new and renamed entries."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -18,7 +18,7 @@ from exl2chat.chat.store import LARGEST, SessionFile
 from exl2chat.chat.tree import Head, Tree
 from exl2chat.errors import ChatError, SessionError
 from exl2chat.link.protocol import Form
-from exl2chat.paths import TRASH, Paths, fsync_folder, private_folder, read_file
+from exl2chat.paths import TRASH, Paths, fsync, private_folder, read_file
 from exl2chat.settings import Value
 
 TITLE_LENGTH = 60
@@ -168,7 +168,7 @@ class Session:
         source, trash = self._file.path, private_folder(self._file.path.parent / TRASH)
         try:
             source.rename(trash / source.name)
-            fsync_folder(source.parent)
+            fsync(source.parent)
         except OSError as fault:
             raise ChatError(f"{source}: {fault.strerror}", "the session stays where it is") from None
         self.close()

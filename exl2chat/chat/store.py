@@ -12,7 +12,7 @@ from pathlib import Path
 
 from exl2chat.chat.records import Header, Log, Record, dump, load
 from exl2chat.errors import ChatError, SessionError
-from exl2chat.paths import check_file, fsync_folder, keep_private, open_private, private_folder
+from exl2chat.paths import check_file, fsync, keep_private, open_private, private_folder
 
 LARGEST = 256 << 20  # bytes; a chat of a million words has 6 MB
 
@@ -93,7 +93,7 @@ class SessionFile:
         handle = open_private(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         try:
             _lock(handle)
-            fsync_folder(self.path.parent)
+            fsync(self.path.parent)
         except OSError:
             os.close(handle)
             raise
