@@ -105,6 +105,9 @@ def attempt(name: str, check: Check) -> Finding:
         return check()
     except ChatError as fault:
         return Finding(name, fault.message, fault.remedy or "see the message")
+    except PermissionError as fault:
+        remedy = "change its permissions, or use another place: --home, and HF_HOME for models of the hub"
+        return Finding(name, f"{fault.filename}: {fault.strerror}", remedy)
     except Exception as fault:  # a broken library may raise anything
         first_line = str(fault).partition("\n")[0][:200]
         return Finding(name, f"{type(fault).__name__}: {first_line}", f"reinstall what fails; on a GPU: {GPU_PACKAGES}")
@@ -119,7 +122,7 @@ def check_settings(paths: Paths) -> Finding:
 def check_folders(paths: Paths) -> Finding:
     """Whether each folder, or the first above it that exists, can be written to, and the chats be read."""
     for folder in (paths.data, paths.cache, paths.state):
-        there = next(place for place in (folder, *folder.parents) if place.exists())
+        there = next(place for place in (folder, *folder.parents) if os.path.exists(place))
         if not os.access(there, os.W_OK | os.X_OK):
             return Finding("folders", f"{there} cannot be written to", "change its permissions, or use --home")
     if unreadable := unreadable_sessions(paths):

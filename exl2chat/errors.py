@@ -2,7 +2,8 @@
 
 Exit statuses (documented in the README and in `exl2chat --help`):
 0 success, 1 runtime failure, 2 wrong usage, 3 the model or the engine cannot be loaded, 4 the prompt does not fit the
-context, 6 a session file is locked, damaged or not there, 130 interrupted, 141 the reader of the output went away.
+context, 6 a session file is locked, damaged or not there, 129 and 143 `run` was ended by SIGHUP or SIGTERM, 130
+interrupted, 141 the reader of the output went away.
 """
 
 from typing import ClassVar

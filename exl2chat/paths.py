@@ -1,8 +1,10 @@
 """Where things live, and how a private file is made."""
 
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from errno import EFBIG, EINVAL
 from pathlib import Path
 
 import platformdirs
@@ -94,13 +96,35 @@ def private_folder(path: Path) -> Path:
 def open_private(path: Path, flags: int) -> int:
     """A file descriptor of a 0600 file whatever the umask; a file found looser is repaired."""
     handle = os.open(path, flags | os.O_CLOEXEC, 0o600)
-    if os.fstat(handle).st_mode & 0o077:
-        os.fchmod(handle, 0o600)
+    keep_private(handle)
     return handle
 
 
-def fsync_folder(path: Path) -> None:
-    """Make a new or renamed entry of `path` survive a power loss."""
+def keep_private(handle: int) -> None:
+    """Let only its owner read and write an open file."""
+    if os.fstat(handle).st_mode & 0o077:
+        os.fchmod(handle, 0o600)
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """What is in the regular file `path`. OSError where it is larger than `limit` bytes, or something else: a pipe or
+    a device may never end. None is waited for."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        check_file(file.fileno(), limit)
+        return file.read()
+
+
+def check_file(handle: int, limit: int) -> None:
+    """OSError unless what is open is a regular file of at most `limit` bytes."""
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(EINVAL, "is not a regular file")
+    if found.st_size > limit:
+        raise OSError(EFBIG, f"is larger than {limit >> 20} MiB")
+
+
+def fsync(path: Path) -> None:
+    """Make what is in a file survive a power loss; of a folder its new and renamed entries."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

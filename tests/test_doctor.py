@@ -1,6 +1,8 @@
 """`exl2chat doctor` on machines of all kinds: what it says, and that it never ends in a traceback."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,28 @@ def test_whatever_a_check_raises_is_a_finding(fault: Exception) -> None:
     assert not finding.ok
     assert type(fault).__name__ in finding.found
     assert "\n" not in finding.found
+
+
+@pytest.mark.parametrize("locked", ["", "data", "cache"])
+def test_a_folder_that_may_not_be_entered_is_named_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: str
+) -> None:
+    """As the superuser, whom nothing is forbidden, would not find out."""
+    home = tmp_path / "home"
+    for name in ("config", "data", "cache", "state"):
+        (home / name).mkdir(parents=True)
+    place, real, access = home / locked, os.stat, os.access
+
+    def stat(path: str | os.PathLike[str], **options: bool) -> os.stat_result:
+        if place in Path(path).parents:
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != place and access(path, mode))
+    for finding in (doctor.check_folders(Paths.default(home)), find(home, "models")):
+        assert finding.ok or (str(place) in finding.found and "--home" in finding.remedy), finding
+    assert not doctor.check_folders(Paths.default(home)).ok
 
 
 def test_our_own_errors_keep_their_remedy() -> None:

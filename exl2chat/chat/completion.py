@@ -102,7 +102,7 @@ def _files(typed: str, kept: str) -> list[Completion]:
         found = sorted(Path(os.path.expanduser(folder + slash or ".")).iterdir())
     except (OSError, ValueError):
         return []
-    shown = (entry.name + "/" * entry.is_dir() for entry in found if entry.name.startswith(name))
+    shown = (entry.name + "/" * os.path.isdir(entry) for entry in found if entry.name.startswith(name))
     return [Completion(kept + folder + slash + each, each) for each in shown][:LIMIT]
 
 

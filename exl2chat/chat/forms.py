@@ -2,11 +2,13 @@
 
 import json
 import os
+from pathlib import Path
 from typing import Literal
 
 from exl2chat.chat.session import storable
 from exl2chat.errors import UsageError
 from exl2chat.link.protocol import Form
+from exl2chat.paths import read_file
 
 Kind = Literal["json", "regex", "grammar"]
 MEANING = {
@@ -48,13 +50,10 @@ def _is_itself(kind: Kind, argument: str) -> bool:
 
 def _read(name: str) -> str:
     try:
-        with open(os.path.expanduser(name), "rb") as file:
-            data = file.read(LARGEST + 1)
+        data = read_file(Path(os.path.expanduser(name)), LARGEST)
     except (OSError, ValueError) as fault:
         reason = fault.strerror if isinstance(fault, OSError) else "no name of a file"
         raise UsageError(f"{name:.200}: {reason}", "give a file, or the text itself") from None
-    if len(data) > LARGEST:
-        raise UsageError(f"{name:.200}: larger than {LARGEST >> 20} MiB", "give a smaller file")
     try:
         return data.decode()
     except UnicodeDecodeError as fault:

@@ -14,11 +14,11 @@ import msgspec
 
 from exl2chat.chat.events import Message
 from exl2chat.chat.records import Draft, Header, Log, Record, Set, Title, load
-from exl2chat.chat.store import SessionFile
+from exl2chat.chat.store import LARGEST, SessionFile
 from exl2chat.chat.tree import Head, Tree
 from exl2chat.errors import ChatError, SessionError
 from exl2chat.link.protocol import Form
-from exl2chat.paths import TRASH, Paths, fsync_folder, private_folder
+from exl2chat.paths import TRASH, Paths, fsync, private_folder, read_file
 from exl2chat.settings import Value
 
 TITLE_LENGTH = 60
@@ -168,7 +168,7 @@ class Session:
         source, trash = self._file.path, private_folder(self._file.path.parent / TRASH)
         try:
             source.rename(trash / source.name)
-            fsync_folder(source.parent)
+            fsync(source.parent)
         except OSError as fault:
             raise ChatError(f"{source}: {fault.strerror}", "the session stays where it is") from None
         self.close()
@@ -278,7 +278,7 @@ def _summary(path: Path, updated: float) -> SessionSummary:
     SessionError where there is none.
     """
     try:
-        data = path.read_bytes()
+        data = read_file(path, LARGEST)
     except OSError as fault:
         raise SessionError(fault.strerror or str(fault)) from None
     lines = (data[at : data.find(b"\n", at) + 1] for at in (data.find(b'{"exl2chat":'), data.rfind(b'{"k":"title"')))

@@ -7,13 +7,14 @@ written waits in memory and goes out with the next record that can: a full disk 
 
 import fcntl
 import os
-import stat
 from errno import ENOLCK, ENOSPC, ENOTSUP
 from pathlib import Path
 
 from exl2chat.chat.records import Header, Log, Record, dump, load
 from exl2chat.errors import ChatError, SessionError
-from exl2chat.paths import fsync_folder, open_private, private_folder
+from exl2chat.paths import check_file, fsync, keep_private, open_private, private_folder
+
+LARGEST = 256 << 20  # bytes; a chat of a million words has 6 MB
 
 
 class SessionFile:
@@ -39,20 +40,15 @@ class SessionFile:
         """
         handle, obstacle = _open_locked(path)
         try:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise SessionError("is not a regular file", "`exl2chat sessions` lists the saved ones")
-            with open(handle, "rb", closefd=False) as file:
-                log = load(file.read())
+            log = _read(handle)
         except OSError as fault:
             os.close(handle)
-            raise SessionError(f"{path}: {fault.strerror}", "check the file and its permissions") from None
+            remedy = "check the file and its permissions, or choose another with --resume"
+            raise SessionError(f"{path}: {fault.strerror}", remedy) from None
         except SessionError as fault:
             os.close(handle)
             raise SessionError(f"{path}: {fault.message}", fault.remedy) from None
-        if log.size + len(log.torn) and not log.tree.messages and log.header is None:
-            os.close(handle)
-            raise SessionError(f"{path}: nothing in it is a record of a session", "choose another with --resume")
-        return cls(path, log, handle, obstacle), log
+        return cls(path, log, handle, obstacle or _refusal(handle)), log
 
     def append(self, *records: Record | Header, durable: bool = True) -> None:
         """Write `records` in one write(); when `durable`, return only once they are on the disk.
@@ -92,11 +88,12 @@ class SessionFile:
         self._waiting.clear()
 
     def _create(self) -> None:
-        private_folder(self.path.parent)
+        if not self.path.parent.is_dir():  # one that is there may be anybody's: /fork saves beside what was opened
+            private_folder(self.path.parent)
         handle = open_private(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         try:
             _lock(handle)
-            fsync_folder(self.path.parent)
+            fsync(self.path.parent)
         except OSError:
             os.close(handle)
             raise
@@ -119,12 +116,12 @@ class SessionFile:
 
 
 def _open_locked(path: Path) -> tuple[int, str]:
-    """A descriptor of `path`, and why it may only be read, if so."""
+    """A descriptor of `path`, and why it may only be read, if so. Opening a pipe does not wait for a writer."""
     try:
-        handle = open_private(path, os.O_RDWR | os.O_APPEND)
+        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as refusal:
         try:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC), refusal.strerror or str(refusal)
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), refusal.strerror or str(refusal)
         except OSError as fault:
             raise SessionError(f"{path}: {fault.strerror}", "`exl2chat --resume` lists the saved ones") from None
     try:
@@ -132,6 +129,25 @@ def _open_locked(path: Path) -> tuple[int, str]:
     except BlockingIOError:
         return handle, "another exl2chat has it open"
     return handle, ""
+
+
+def _read(handle: int) -> Log:
+    """What an open file says. SessionError or OSError where it is no session."""
+    check_file(handle, LARGEST)
+    with open(handle, "rb", closefd=False) as file:
+        log = load(file.read())
+    if log.size + len(log.torn) and not log.tree.messages and log.header is None:
+        raise SessionError("nothing in it is a record of a session", "choose another with --resume")
+    return log
+
+
+def _refusal(handle: int) -> str:
+    """Why a session cannot be made its owner's alone, so that nothing may be added to it; empty if it is."""
+    try:
+        keep_private(handle)
+    except OSError as fault:
+        return fault.strerror or str(fault)
+    return ""
 
 
 def _lock(handle: int) -> None:

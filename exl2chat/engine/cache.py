@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from exl2chat.engine.decode_graphs import DecodeGraphs
-from exl2chat.engine.rope import make_table
+from exl2chat.engine.rope import make_table, table_bytes
 from exl2chat.errors import ContextError
 from exl2chat.model.config import ModelConfig
 from exl2chat.ops.attention import PLAIN_BITS
@@ -48,7 +48,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return self.storage.nbytes
+        return self.storage.nbytes + self.cos.nbytes + self.sin.nbytes
 
     def reserve(self, count: int) -> None:
         """Have room for `count` more tokens; they count once `length` is raised. ContextError where they do not fit."""
@@ -94,8 +94,10 @@ def _all_places(positions: Sequence[int], capacity: int) -> torch.Tensor:
 def cache_bytes(
     config: ModelConfig, context: int, device: torch.device, dtype: torch.dtype, bits: int = PLAIN_BITS
 ) -> int:
-    """Bytes of a cache for `context` tokens. The CPU's pages take real memory only once written."""
-    return math.prod(storage_shape(config, context, bits)) * storage_dtype(device, dtype, bits).itemsize
+    """Bytes of a cache for `context` tokens, with its table of rotations. The CPU's pages take real memory only once
+    written."""
+    pages = math.prod(storage_shape(config, context, bits)) * storage_dtype(device, dtype, bits).itemsize
+    return pages + table_bytes(config.rope, context)
 
 
 def storage_shape(config: ModelConfig, context: int, bits: int) -> tuple[int, ...]:

@@ -8,8 +8,10 @@ from another, and knows one again, without being told that there are any.
 import re
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
+from operator import index
 
 import numpy as np
 import torch
@@ -56,18 +58,19 @@ def check_width(embeddings: Iterable[InputEmbeddings], hidden: int) -> None:
 
 
 def check_prompt(ids: Sequence[int], size: int, hidden: int, embeddings: Sequence[InputEmbeddings]) -> None:
-    """UsageError for ids that are neither tokens (0 to size - 1) nor of `embeddings`, and for another width of these
-    than `hidden`."""
+    """UsageError for no ids, for ids that are neither tokens (0 to size - 1) nor of `embeddings`, and for another width
+    of these than `hidden`."""
     check_width(embeddings, hidden)
+    known = [range(size), *(each.ids for each in embeddings)]
     try:
-        if np.frombuffer(array("I", ids), np.uint32).max(initial=0) < size:  # 28 us of 4096 ids, min and max 103
-            return
-    except OverflowError:  # not even 32 bits, or below 0
-        pass
+        if not len(ids):
+            raise UsageError("the prompt has no tokens", "give at least one")
+        with suppress(OverflowError):  # not even 32 bits, or below 0
+            if np.frombuffer(array("I", ids), np.uint32).max() < size:  # 28 us of 4096 ids, min and max 103
+                return
+        unknown = next((token for token in map(index, ids) if not any(token in one for one in known)), None)
     except TypeError:
         raise UsageError("the prompt is no list of token ids", "give what the tokenizer's encode returns") from None
-    known = [range(size), *(each.ids for each in embeddings)]
-    unknown = next((token for token in ids if not any(token in one for one in known)), None)
     if unknown is not None:
         more = ", and those of the embeddings that are given" if unknown >= FIRST_ID else ""
         raise UsageError(f"the prompt has token ids that are no tokens: {unknown}", f"ids are 0 to {size - 1}{more}")

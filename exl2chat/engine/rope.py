@@ -11,6 +11,8 @@ from torch import Tensor
 
 from exl2chat.model.rope_config import Rope
 
+AT_ONCE = 4096  # positions: of 131,072 with heads of 128 the float64 numbers would take 500 MB
+
 
 def make_table(rope: Rope, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin of positions (int64 [context]), all that a cache has room for; float32 [context, 1, 2,
@@ -20,12 +22,21 @@ def make_table(rope: Rope, positions: Tensor, device: torch.device) -> tuple[Ten
     exchanges the halves: `sin` is negative in the first, so that flipping needs no sign. Computed in float64: at
     position 100,000 the angle of a float32 product is off by 0.004 radians.
     """
-    angles = torch.outer(positions.double(), frequencies(rope, len(positions)))
-    cos, sin = angles.cos() * attention_factor(rope), angles.sin() * attention_factor(rope)
-    return (
-        torch.stack((cos, cos), 1).unsqueeze(1).to(device, torch.float32),
-        torch.stack((-sin, sin), 1).unsqueeze(1).to(device, torch.float32),
-    )
+    shape = (len(positions), 1, 2, rope.rotary_dim // 2)
+    cos, sin = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+    signs = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
+    turns, factor = frequencies(rope, len(positions)), attention_factor(rope)
+    for start in range(0, len(positions), AT_ONCE):
+        part = slice(start, start + AT_ONCE)
+        angles = torch.outer(positions[part].double(), turns)[:, None, None]
+        cos[part] = angles.cos() * factor
+        sin[part] = angles.sin() * factor * signs
+    return cos, sin
+
+
+def table_bytes(rope: Rope, context: int) -> int:
+    """Bytes of the table for `context` positions."""
+    return 2 * 4 * context * rope.rotary_dim
 
 
 def frequencies(rope: Rope, context: int) -> Tensor:

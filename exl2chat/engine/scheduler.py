@@ -128,13 +128,12 @@ class Scheduler:
         return tuple(job.serial for job in self._running)
 
     def enqueue(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, salt: bytes = b"") -> int:
-        """A job that continues every prompt with the same `max_new_tokens` tokens at most; its serial.
+        """A job that continues every prompt, none of which is empty, with the same `max_new_tokens` tokens at most; its
+        serial.
 
         `salt` names what keys and values depend on beside tokens. ContextError for a job that no empty cache could
         hold, UsageError for one that makes no sense, ChatError when too many are waiting.
         """
-        if not prompts or not all(prompts):
-            raise UsageError("the prompt has no tokens", "give at least one")
         if max_new_tokens < 1:
             raise UsageError(f"max_new_tokens is {max_new_tokens}", "it is at least 1")
         if len(prompts) > self._limits.batch:

@@ -12,7 +12,7 @@ come out differently, and by up to 1.5 in bfloat16 (7 from five rows on), where 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -27,17 +27,10 @@ class SpeculativeLogits:
     """The logits of one reply, like those of `StepLogits`, computed in rounds: a step with drafts, and then what the
     step left for as long as they come true."""
 
-    def __init__(
-        self,
-        steps: StepLogits,
-        cache: KVCache,
-        drafts: PacedDrafts,
-        longest: int,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, steps: StepLogits, cache: KVCache, drafts: PacedDrafts, longest: int) -> None:
         """The sequence gets `longest` tokens at most: no draft is made for what lies beyond, or beyond the cache."""
         self._steps, self._cache, self._drafter = steps, cache, drafts
-        self._longest, self._clock = min(longest, cache.capacity), clock
+        self._longest = min(longest, cache.capacity)
         self._rows = torch.empty(0, 0)
         self._drafts: list[int] = []
         self._start = 0  # length of the sequence at the round's step
@@ -57,7 +50,7 @@ class SpeculativeLogits:
         """The logits [V] that were asked for, until the next step."""
         logits = self._steps.on_host(self._rows[self._length - self._start])
         if self._started is not None:
-            self._seconds = self._clock() - self._started
+            self._seconds = time.perf_counter() - self._started
             self._started = None
         return logits
 
@@ -72,7 +65,7 @@ class SpeculativeLogits:
         if self._seconds is not None:
             self._drafter.took(len(self._drafts), self._length - self._start, self._seconds)
         self._drafts, self._length, self._seconds = [], -1, None  # until the step is queued
-        self._started = self._clock()
+        self._started = time.perf_counter()
         drafts = self._propose(tokens)
         self._rows = self._steps.rows(tokens, drafts)
         self._start, self._drafts = len(tokens), drafts

@@ -75,8 +75,8 @@ class ExLlamaV2Cache:
         self.kv.truncate(0)
 
     def footprint(self) -> list[int]:
-        """Bytes, one number per device."""
-        return [self.kv.nbytes]
+        """Bytes of keys and values, one number per device."""
+        return [self.kv.storage.nbytes]
 
 
 ExLlamaV2CacheBase = ExLlamaV2Cache  # what scripts call any of them

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from exl2chat.paths import fsync_folder, open_private
+from exl2chat.paths import fsync, open_private
 
 
 @contextmanager
@@ -36,12 +36,7 @@ def published(target: Path) -> Iterator[Path]:
     partial.mkdir(mode=0o700)
     yield partial
     for file in partial.iterdir():
-        _fsync(file)
-    fsync_folder(partial)
+        fsync(file)
+    fsync(partial)
     partial.rename(target)
-    fsync_folder(target.parent)
-
-
-def _fsync(file: Path) -> None:
-    with file.open("rb") as handle:
-        os.fsync(handle.fileno())
+    fsync(target.parent)

@@ -1,5 +1,7 @@
 """The table of actions: grammar, completion, help."""
 
+import errno
+import os
 import re
 from pathlib import Path
 
@@ -153,6 +155,21 @@ def test_export_paths_are_offered(tmp_path: Path, paths: Paths) -> None:
         f"/export md {tmp_path}/notes/",
         f"/export md {tmp_path}/notes.md",
     ]
+
+
+def test_a_folder_that_may_be_listed_and_not_entered_is_completed(
+    tmp_path: Path, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "notes").mkdir()
+    real = os.stat
+
+    def refuse(path: str | os.PathLike[str], **options: bool) -> os.stat_result:
+        if os.fspath(path) == str(tmp_path / "notes"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert offered(f"/export md {tmp_path}/no", paths) == [f"/export md {tmp_path}/notes"]
 
 
 def test_help_names_every_command_once() -> None:

@@ -1,5 +1,7 @@
 """What replies must be: said in the chat, sent with every request, shown and taken back."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -128,7 +130,14 @@ def test_the_name_of_a_file_need_not_be_text(tmp_path: Path) -> None:
     assert form_of("json", str(file)) == Form("json", "{}", f"{tmp_path}/schema?")
 
 
-@pytest.mark.parametrize("name", ["", "\0", "/"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda file: file.symlink_to("/dev/zero")])
+def test_what_may_never_end_is_not_read(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "form")
+    with pytest.raises(UsageError, match="form: is not a regular file"):
+        form_of("json", str(tmp_path / "form"))
+
+
+@pytest.mark.parametrize("name", ["", "\0", "/", "~nobody of that name/schema"])
 def test_what_names_no_file_is_an_error(name: str) -> None:
     with pytest.raises(UsageError):
         form_of("json", name)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from exl2chat.chat import store
 from exl2chat.chat.events import Message
 from exl2chat.chat.records import Draft, dump, load
-from exl2chat.chat.session import Session, first_line, list_sessions, slug
+from exl2chat.chat.session import Session, first_line, list_sessions, slug, unreadable_sessions
+from exl2chat.chat.store import LARGEST
 from exl2chat.errors import ChatError, SessionError
 from exl2chat.paths import Paths
 
@@ -139,14 +139,31 @@ def test_a_session_of_a_newer_version_is_refused_and_not_listed(paths: Paths) ->
     assert list_sessions(paths) == []
 
 
+def test_what_cannot_be_a_session_is_not_read_for_the_list(paths: Paths) -> None:
+    make(paths, "hello", 1000)
+    os.mkfifo(paths.sessions / "pipe.jsonl")
+    huge = paths.sessions / "huge.jsonl"
+    huge.touch()
+    os.truncate(huge, LARGEST + 1)
+    assert [saved.title for saved in list_sessions(paths)] == ["hello"]
+    assert sorted((path.name, why) for path, why in unreadable_sessions(paths).items()) == [
+        ("huge.jsonl", "is larger than 256 MiB"),
+        ("pipe.jsonl", "is not a regular file"),
+    ]
+
+
 def test_a_session_without_write_permission_is_read_only(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     session = make(paths, "hello", 1000)
     assert session.file is not None
 
-    def refuse(*_: object) -> int:
-        raise PermissionError(errno.EACCES, "Permission denied")
+    real = os.open
 
-    monkeypatch.setattr(store, "open_private", refuse)
+    def refuse(path: Path, flags: int) -> int:
+        if flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, flags)
+
+    monkeypatch.setattr(os, "open", refuse)
     again = Session.open(session.file, paths)
     assert again.notices == ("this session is read-only (Permission denied): `/fork` goes on in a copy",)
     assert [message.text for message in again.path] == ["hello"]

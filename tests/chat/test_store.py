@@ -13,7 +13,7 @@ import pytest
 from exl2chat.chat.events import Message
 from exl2chat.chat.records import Header, dump, load
 from exl2chat.chat.session import Session
-from exl2chat.chat.store import SessionFile
+from exl2chat.chat.store import LARGEST, SessionFile
 from exl2chat.errors import SessionError
 from exl2chat.paths import Paths
 
@@ -193,11 +193,53 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, data: bytes) -> Non
     assert path.read_bytes() == data
 
 
+def test_a_file_gets_private_only_once_it_is_known_to_be_a_session(tmp_path: Path) -> None:
+    notes, session = tmp_path / "notes.txt", tmp_path / "s.jsonl"
+    notes.write_text("not a session\n")
+    session.write_bytes(dump(Header(1, "s", "", "t")) + dump(TALK[0]))
+    for path in (notes, session):
+        path.chmod(0o644)
+    with pytest.raises(SessionError):
+        SessionFile.open(notes)
+    SessionFile.open(session)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (notes, session)] == [0o644, 0o600]
+
+
+def test_the_copy_of_a_session_leaves_the_folder_as_it_is(tmp_path: Path, paths: Paths) -> None:
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(dump(Header(1, "s", "", "t")) + dump(TALK[0]))
+    tmp_path.chmod(0o755)
+    copy = Session.open(path, paths).fork()
+    copy.add(TALK[1])
+    assert (copy.fault, stat.S_IMODE(tmp_path.stat().st_mode)) == (None, 0o755)
+
+
+def test_a_session_that_cannot_be_made_private_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(dump(Header(1, "s", "", "t")) + dump(TALK[0]))
+    path.chmod(0o664)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "fchmod", refuse)
+    file, log = SessionFile.open(path)
+    assert (file.obstacle, log.tree.path) == ("Operation not permitted", (TALK[0],))
+
+
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
 def test_only_a_regular_file_is_read(tmp_path: Path, make: Callable[[Path], None]) -> None:
     path = tmp_path / "x.jsonl"
     make(path)
     with pytest.raises(SessionError, match=r"x\.jsonl: is not a regular file"):
+        SessionFile.open(path)
+
+
+def test_a_file_far_too_large_for_a_session_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(dump(Header(1, "s", "", "t")) + dump(TALK[0]))
+    os.truncate(path, LARGEST + 1)
+    with pytest.raises(SessionError, match=r"x\.jsonl: is larger than 256 MiB"):
         SessionFile.open(path)
 
 

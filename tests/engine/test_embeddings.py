@@ -112,6 +112,27 @@ def test_ids_are_tokens_or_of_an_embedding_that_was_given() -> None:
         check_prompt([-1], 10, HIDDEN, [])
 
 
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([], "no tokens"),
+        ([1, 2.0], "no list of token ids"),
+        ([-1, 2.0], "are no tokens: -1"),
+        (["a"], "no list of"),
+        (None, "no list of"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(ids: list[int], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_prompt(ids, 10, HIDDEN, [])
+
+
+def test_floats_are_no_tokens_beside_an_embedding_either() -> None:
+    picture = InputEmbeddings.of(rows(2))
+    with pytest.raises(UsageError, match="no list of token ids"):
+        check_prompt([*picture.ids, 2.0], 10, HIDDEN, [picture])  # type: ignore[list-item]
+
+
 class Letters:
     """A tokenizer of letters, which tells how it was called."""
 

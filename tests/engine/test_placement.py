@@ -54,6 +54,7 @@ def test_the_estimate_covers_what_is_then_used(name: str, dtype: torch.dtype) ->
 
 
 MIB = 1 << 20
+TOKEN = 2048 + 512  # bytes in the cache of the smallest golden checkpoint: keys and values, and its rotations
 
 
 @pytest.fixture
@@ -71,9 +72,9 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[..., placement.Budget]:
 
 
 def test_the_default_context_is_what_the_model_was_made_for_if_that_fits(plan: Callable[..., placement.Budget]) -> None:
-    budget = plan(4 * MIB)
-    assert (budget.context, budget.cache, budget.note, budget.fits) == (2048, 4 * MIB, "", True)
-    assert str(budget) == "15 of 15 MiB (4 weights, 4 cache, 7 workspace)"
+    budget = plan(2048 * TOKEN)
+    assert (budget.context, budget.cache, budget.note, budget.fits) == (2048, 2048 * TOKEN, "", True)
+    assert str(budget) == "16 of 16 MiB (4 weights, 5 cache, 7 workspace)"
     large = replace(budget, weights=5 << 30, cache=1 << 30, free=1 << 40)
     assert str(large) == "6.0 of 1,024.0 GiB (5.0 weights, 1.0 cache, 0.0 workspace)"
 
@@ -81,23 +82,23 @@ def test_the_default_context_is_what_the_model_was_made_for_if_that_fits(plan: C
 def test_a_context_nobody_asked_for_shrinks_to_whole_pages_that_fit_and_says_so(
     plan: Callable[..., placement.Budget],
 ) -> None:
-    budget = plan(3 * MIB + 1000)
-    assert (budget.context, budget.cache, budget.fits) == (1536, 3 * MIB, True)
+    budget = plan(1536 * TOKEN + 1000)
+    assert (budget.context, budget.cache, budget.fits) == (1536, 1536 * TOKEN, True)
     assert "1536 tokens: with 2048" in budget.note
-    assert plan(3 * MIB, reusable=1 * MIB).context == 2048
+    assert plan(1536 * TOKEN, reusable=512 * TOKEN).context == 2048
 
 
 def test_what_does_not_fit_is_refused_with_the_sum_and_with_what_would(plan: Callable[..., placement.Budget]) -> None:
     parts = r"0\.0 GiB of weights, 0\.0 GiB of cache for 2048 tokens and 0\.0 GiB of workspace do not fit 0\.0 GiB"
     with pytest.raises(ModelError, match=parts) as caught:
-        plan(3 * MIB, asked=2048)
+        plan(1536 * TOKEN, asked=2048)
     assert "--ctx 1536 would fit, or more with --cache q4;" in caught.value.remedy
     with pytest.raises(ModelError, match=parts) as caught:
         plan(-1)
     assert "--ctx" not in caught.value.remedy
     with pytest.raises(ModelError):  # a page or two would fit, but nobody can chat in them
-        plan(1 * MIB)
-    assert plan(1 * MIB, asked=512).context == 512
+        plan(512 * TOKEN)
+    assert plan(512 * TOKEN, asked=512).context == 512
 
 
 def test_the_copy_of_a_quantised_cache_is_part_of_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +140,7 @@ def test_a_system_that_does_not_tell_its_free_memory_is_trusted(monkeypatch: pyt
     model = placement.candidate(checkpoint("llama-3.0bpw-exl2"), CPU, torch.float16)
     budget = placement.plan_memory(model, CPU, torch.float16, None)
     assert (budget.fits, budget.context) == (True, 2048)
-    assert str(budget) == "15 MiB (4 weights, 4 cache, 7 workspace)"
+    assert str(budget) == "16 MiB (4 weights, 5 cache, 7 workspace)"
 
 
 def test_the_cpus_memory_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from exl2chat.engine import placement
 from exl2chat.engine.cache import BITS, cache_bytes
+from exl2chat.engine.rope import table_bytes
 from exl2chat.engine.transformer import Transformer
 from exl2chat.errors import ModelError
 from exl2chat.model.checkpoint import open_checkpoint
@@ -86,7 +87,8 @@ def test_the_bytes_are_those_of_the_format(cache: str, bits: float) -> None:
     config = open_checkpoint(GOLDEN / "llama-6.0bpw-exl2").config
     assert config.head_dim % 32 == 0
     values = config.num_layers * 2 * config.num_kv_heads * config.head_dim
-    assert cache_bytes(config, 1024, CPU, torch.float32, BITS[cache]) == values * 1024 * bits / 8
+    rotations = table_bytes(config.rope, 1024)
+    assert cache_bytes(config, 1024, CPU, torch.float32, BITS[cache]) == values * 1024 * bits / 8 + rotations
 
 
 def test_a_plan_counts_the_bytes_of_its_cache() -> None:
@@ -95,7 +97,9 @@ def test_a_plan_counts_the_bytes_of_its_cache() -> None:
         placement.plan_memory(placement.candidate(checkpoint, CPU, torch.float32, bits), CPU, torch.float32, 256).cache
         for bits in (16, 4)
     )
-    assert small == cache_bytes(checkpoint.config, 256, CPU, torch.float32, 4) == plain * 4.5 / 32
+    assert small == cache_bytes(checkpoint.config, 256, CPU, torch.float32, 4)
+    rotations = table_bytes(checkpoint.config.rope, 256)
+    assert small - rotations == (plain - rotations) * 4.5 / 32
 
 
 def test_heads_that_do_not_fit_the_format_are_named() -> None:

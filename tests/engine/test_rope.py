@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from exl2chat.engine.rope import attention_factor, frequencies, make_table
+from exl2chat.engine.rope import AT_ONCE, attention_factor, frequencies, make_table, table_bytes
 from exl2chat.model.rope_config import Rope
 
 HEAD_DIM, CONTEXT = 64, 4096
@@ -84,6 +84,15 @@ def test_ntk_is_what_transformers_makes_of_a_longer_sequence() -> None:
 def test_default_turns_the_first_pair_by_a_radian_per_token() -> None:
     spread = frequencies(Rope("default", 1e4, 8), 10)
     torch.testing.assert_close(spread, torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64))
+
+
+def test_a_long_table_is_made_of_parts_that_hold_every_position() -> None:
+    rope, positions = Rope("default", 1e4, 8), torch.arange(2 * AT_ONCE + 3).flip(0)
+    cos, sin = make_table(rope, positions, torch.device("cpu"))
+    angles = torch.outer(positions.double(), frequencies(rope, len(positions)))
+    for table, halves in ((cos, (angles.cos(), angles.cos())), (sin, (-angles.sin(), angles.sin()))):
+        torch.testing.assert_close(table[:, 0].double(), torch.stack(halves, 1), rtol=0, atol=1e-7)
+    assert cos.nbytes + sin.nbytes == table_bytes(rope, len(positions))
 
 
 def test_the_table_holds_rotations_scaled_by_the_attention_factor() -> None:

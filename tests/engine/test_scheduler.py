@@ -249,8 +249,6 @@ def test_jobs_that_have_ended_are_unknown() -> None:
 @pytest.mark.parametrize(
     ("prompts", "tokens", "error", "message"),
     [
-        ([[]], 1, UsageError, "no tokens"),
-        ([], 1, UsageError, "no tokens"),
         ([[1]], 0, UsageError, "max_new_tokens is 0"),
         ([[1]] * 3, 1, UsageError, "max_batch_size is 2"),
         ([[1] * 9], 8, ContextError, "take 4 pages of 4, and the cache has 3"),

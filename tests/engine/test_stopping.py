@@ -1,5 +1,6 @@
 """Stop strings, however the text that holds them is cut into pieces."""
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -55,6 +56,19 @@ def test_the_longest_partial_match_is_held() -> None:
     assert matcher.held == "<en"
     assert matcher.push("d o").text == "<e"
     assert matcher.held == "nd o"
+
+
+def test_a_long_string_takes_no_more_memory_than_its_text() -> None:
+    long = "ab" * 20_000
+    tracemalloc.start()
+    try:
+        gate = Gate([long + "c"], [long + "d"])
+        assert (gate.push("x" + long).text, gate.held) == ("", "x" + long)
+        assert tracemalloc.get_traced_memory()[1] < 100 * len(long)
+    finally:
+        tracemalloc.stop()
+    gate.push("c")
+    assert (gate.found, gate.held) == (long + "c", long + "c")
 
 
 def test_a_complete_match_does_not_wait_for_a_longer_one() -> None:

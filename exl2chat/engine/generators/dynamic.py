@@ -138,8 +138,6 @@ class DynamicGenerator:
 
     def _check(self, prompt: Sequence[int], job: Job) -> None:
         new = job.max_new_tokens
-        if not prompt:
-            raise UsageError("the prompt has no tokens", "give at least one")
         check_prompt(prompt, self.language.size, self._model.config.hidden_size, job.embeddings)
         if len(prompt) + new > self._cache.capacity:
             raise ContextError(

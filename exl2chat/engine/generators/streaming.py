@@ -239,8 +239,6 @@ class StreamingGenerator:
         if not isinstance(input_ids, Iterable):
             raise UsageError(f"the prompt is a {type(input_ids).__name__}", "give what the tokenizer's encode returns")
         ids = list(input_ids)
-        if not ids:
-            raise UsageError("the prompt has no tokens", "give at least one")
         check_prompt(ids, self._size, self._model.config.hidden_size, embeddings)
         if (over := len(ids) + 1 - self._cache.capacity) > 0:
             larger = self._cache.capacity < self._model.config.context
