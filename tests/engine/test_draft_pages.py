@@ -14,9 +14,13 @@ from tests.engine.speculative import Always
 from tests.engine.tiny_models import ByteTokenizer, byte_model
 
 
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_drafting, "Pace", Always)
+
+
 def test_pages_that_are_put_in_order_are_in_the_draft_model_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its guesses would come from other texts."""
-    monkeypatch.setattr(batch_drafting, "Pace", Always)
     model = byte_model()
     subject = DynamicGenerator(
         model, model.new_cache(16 * PAGE), ByteTokenizer(), replace(LIMITS, drafts=4), draft_model=model  # type: ignore[arg-type]
@@ -42,3 +46,21 @@ def test_pages_that_are_put_in_order_are_in_the_draft_model_too(monkeypatch: pyt
         end = final(results, serial)
         assert end.cached_tokens >= 2 * PAGE
         assert end.accepted > 0.8 * end.drafted > 20
+
+
+def test_what_the_draft_model_lacks_of_a_cached_conversation_spoils_few_drafts() -> None:
+    """It has not read the last tokens of a reply; there it has no more than its memory, which may have been NaNs."""
+    model = byte_model()
+    draft_cache = model.new_cache(16 * PAGE)
+    draft_cache.storage.fill_(float("nan"))
+    limits = replace(LIMITS, drafts=4)
+    subject = DynamicGenerator(
+        model, model.new_cache(16 * PAGE), ByteTokenizer(), limits, draft_model=model, draft_cache=draft_cache  # type: ignore[arg-type]
+    )  # fmt: skip
+    start = prompt(40, 1)
+    serial = subject.enqueue(job(start, 300))
+    longer = (*start, *reply(drain(subject), serial))
+    serial = subject.enqueue(job(longer, 40))
+    end = final(drain(subject), serial)
+    assert end.cached_tokens == len(longer) - 1
+    assert end.accepted > 0.8 * end.drafted > 20
