@@ -208,7 +208,7 @@ def choose_drafters(
     and n-grams by default where the device draws. N-grams may be those of `known` too."""
     kind = choose_drafts(speculate, model, draft, size)
     drafters: list[Drafter] = []
-    if speculate != "off" and (repays_rows(model) or model.device.type == "cuda"):
+    if speculate != "off" and repays_drafts(model.device, model.dtype):
         drafters.append(ForcedDrafter())
     if kind == "draft" and draft is not None and draft_cache is not None:
         drafters.append(ModelDrafter(draft, draft_cache, size))
@@ -220,26 +220,29 @@ def choose_drafters(
 def choose_drafts(
     speculate: Speculate, model: Transformer, draft: Transformer | None, size: int
 ) -> Literal["draft", "ngram"] | None:
-    """What drafts for `model`, which draws from `size` ids. "auto" is the draft model where there is one, and n-grams
-    where they were measured to pay (`repays_rows`). UsageError where the draft model lacks some of the ids."""
+    """What drafts for `model`, which draws from `size` ids. "auto" is the draft model where there is one, or n-grams on
+    a CPU, and nothing where that does not pay (`repays_drafts`). UsageError where the draft model lacks some of the
+    ids."""
+    repaid = repays_drafts(model.device, model.dtype)
     if draft is None:
         if speculate == "draft":
             raise UsageError("there is no draft model to speculate with", "name one with --draft-model")
-        return "ngram" if speculate == "ngram" or (speculate == "auto" and repays_rows(model)) else None
+        free = speculate == "auto" and repaid and model.device.type == "cpu"
+        return "ngram" if speculate == "ngram" or free else None
     if draft.config.vocab_size < size:
         raise UsageError(
             f"the draft model has {draft.config.vocab_size} tokens and the model {size}",
             "use a draft model of the same family, with the same tokenizer",
         )
-    if speculate in ("auto", "draft"):
+    if speculate == "draft" or (speculate == "auto" and repaid):
         return "draft"
     return "ngram" if speculate == "ngram" else None
 
 
-def repays_rows(model: Transformer) -> bool:
-    """Whether several rows take little longer than one: in float32 on the CPU (benchmarks/NOTES.md). On a GPU they do
-    too, where it draws the tokens; a host that does costs more than misses bring."""
-    return model.device.type == "cpu" and model.dtype == torch.float32
+def repays_drafts(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a step of several tokens takes little longer than one of one: on a GPU, and on a CPU in float32
+    (benchmarks/NOTES.md). In half precision it does not on a CPU, and rounds in another way: replies would part."""
+    return device.type == "cuda" or dtype == torch.float32
 
 
 def check_draft_tokenizer(draft: Tokenizer, tokenizer: Tokenizer, name: str) -> None:

@@ -85,8 +85,12 @@ class Executor:
             self._steps.warm_up()
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, draws: Mapping[int, Drawing]) -> Computed:
-        """Carry out a step. Tokens of jobs in `draws` are drawn by the device, where it can."""
+    def run(
+        self, plan: StepPlan, draws: Mapping[int, Drawing], meanwhile: Callable[[], None] = lambda: None
+    ) -> Computed:
+        """Carry out a step. Tokens of jobs in `draws` are drawn by the device, where it can. `meanwhile`, which may be
+        called several times, is what the host can do in the time."""
+        meanwhile = torch.inference_mode(mode=False)(meanwhile)  # filters may keep tensors that they make
         self.copy(plan.copies)
         if plan.prefill:
             self._run(plan.prefill, last_only=True)
@@ -94,8 +98,9 @@ class Executor:
             return Computed({}, ())
         if self._steps is None:
             logits = self._run(plan.decode, last_only=False)
+            meanwhile()
             return Computed({}, logits.split_with_sizes([len(row.tokens) for row in plan.decode]))
-        return self._decode(self._steps, plan.decode, draws)
+        return self._decode(self._steps, plan.decode, draws, meanwhile)
 
     def embed(self, embedded: tuple[InputEmbeddings, ...]) -> None:
         """The embeddings of all jobs in the next step."""
@@ -107,7 +112,9 @@ class Executor:
         """Page copies outside of a step."""
         self._paged.copy(copies)
 
-    def _decode(self, steps: PagedSteps, rows: Sequence[Row], draws: Mapping[int, Drawing]) -> Computed:
+    def _decode(
+        self, steps: PagedSteps, rows: Sequence[Row], draws: Mapping[int, Drawing], meanwhile: Callable[[], None]
+    ) -> Computed:
         """Groups of rows; as they come, and no graphs, those that have embeddings or too many tokens, drafts among
         them."""
         logits = {
@@ -120,7 +127,7 @@ class Executor:
         drawn: dict[int, Sequence[int]] = {}
         for some in groups:
             places = [others[place] for place in some]
-            stepped = steps.run([rows[place] for place in places], draws)
+            stepped = steps.run([rows[place] for place in places], draws, meanwhile)
             for place, one in zip(places, stepped, strict=True):
                 logits[place] = one.logits if len(groups) == 1 else one.logits.clone()  # the next step overwrites it
                 if rows[place].job in draws:

@@ -194,8 +194,9 @@ class PagedSteps:
         self._work = partial(_decode, step, self._sampler, self._memory)  # not self: a cycle
         self._graphs: dict[tuple[int, int, int], Recorded] = {}
 
-    def run(self, rows: Sequence[Row], draws: Mapping[int, Drawing]) -> list[Stepped]:
-        """The rows of a `group`, one row of up to MOST tokens among them."""
+    def run(self, rows: Sequence[Row], draws: Mapping[int, Drawing], meanwhile: Callable[[], None]) -> list[Stepped]:
+        """The rows of a `group`, one row of up to MOST tokens among them. While the device works, `meanwhile` is
+        called."""
         count = len(rows)
         bucket = next(size for size in BUCKETS if size >= count)
         each = _fill(rows, range(count), ALONE if count == 1 else LENGTHS)
@@ -205,6 +206,7 @@ class PagedSteps:
             self._draws.sent()
         logits = self._graph(bucket, each, self._memory.width(rows))()
         self._drawn.record(0)
+        meanwhile()
         self._drawn.wait(0)
         places = np.arange(positions.size).reshape(positions.shape)
         drawn = self._drawn.tokens[places, (positions + 1) % RESULTS].tolist()

@@ -115,6 +115,7 @@ class Scheduler:
         self._pages, self._limits, self._last = pages, limits, last
         self._waiting: list[_Job] = []
         self._running: list[_Job] = []
+        self._jobs: dict[int, _Job] = {}  # those two, by serial
         self._plan: StepPlan | None = None
         self._next = 0
 
@@ -149,14 +150,13 @@ class Scheduler:
             )
         serial, self._next = self._next, self._next + 1
         sequences = tuple(PagedSequence(prompt, salt) for prompt in prompts)
-        self._waiting.append(_Job(serial, sequences, most, max_new_tokens))
+        self._jobs[serial] = _Job(serial, sequences, most, max_new_tokens)
+        self._waiting.append(self._jobs[serial])
         return serial
 
     def progress(self, serial: int) -> Progress:
         """How far a waiting or running job is. KeyError for one that ended."""
-        job = self._find(serial)
-        if job is None:
-            raise KeyError(serial)
+        job = self._jobs[serial]
         texts = job.sequences
         return Progress(sum(len(text.tokens) for text in texts), sum(text.length for text in texts), job.cached)
 
@@ -195,10 +195,10 @@ class Scheduler:
             raise RuntimeError("this is not the step that was planned last")
         self._plan = None
         for row in plan.prefill:
-            if (job := self._find(row.job)) is not None:
+            if (job := self._jobs.get(row.job)) is not None:
                 self._pages.commit(job.sequences[row.branch], len(row.tokens))
         for row in plan.decode:
-            if (job := self._find(row.job)) is not None and (new := sampled.get(row.job)):
+            if (job := self._jobs.get(row.job)) is not None and (new := sampled.get(row.job)):
                 if not 1 <= len(new) <= 1 + row.drafts:
                     raise ValueError(f"{len(new)} tokens for a row of 1 to {1 + row.drafts}")
                 job.sequences[row.branch].tokens += new
@@ -211,7 +211,7 @@ class Scheduler:
 
     def end(self, serial: int) -> bool:
         """Forget a job at whatever stage; its pages stay cached. False if there is none. Allowed during a step."""
-        job = self._find(serial)
+        job = self._jobs.pop(serial, None)
         if job is None:
             return False
         (self._running if job in self._running else self._waiting).remove(job)
@@ -221,9 +221,7 @@ class Scheduler:
 
     def rewind(self, serial: int, count: int) -> None:
         """Take back the last `count` generated tokens of a job. Not during a step; KeyError for a job that ended."""
-        job = self._find(serial)
-        if job is None:
-            raise KeyError(serial)
+        job = self._jobs[serial]
         if self._plan is not None:
             raise RuntimeError("a step is under way")
         if not 0 <= count <= job.generated:
@@ -244,9 +242,6 @@ class Scheduler:
         for job in list(self._running):
             self._wait(job)
         self._pages.clear()
-
-    def _find(self, serial: int) -> _Job | None:
-        return next((job for job in [*self._running, *self._waiting] if job.serial == serial), None)
 
     def _admit(self, step: _Step) -> None:
         """Start waiting jobs that fit. Later ones may overtake one that does not, each time at the cost of a skip."""

@@ -117,6 +117,7 @@ class Gate:
 
     def __init__(self, stops: Collection[str] = (), banned: Collection[str] = ()) -> None:
         self._stops, self._bans = Strings(stops), Strings(banned, any_case=True)
+        self._open = not self._stops and not self._bans
         self._pieces: list[Piece] = []
         self._given = 0  # characters of the first piece that have passed
         self.found: str | None = None
@@ -124,6 +125,8 @@ class Gate:
 
     def push(self, text: str) -> Passed:
         """One token's text, which may be "": what passes now."""
+        if self._open:  # else it takes a third of the host's time for a token
+            return Passed(text, 1)
         self.banned = None
         self._add(text)
         held = self.held

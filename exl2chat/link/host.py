@@ -6,7 +6,7 @@ from pathlib import Path
 
 from exl2chat.engine.cache import BITS
 from exl2chat.engine.compile_grammar import compile_grammar, compile_json_schema, compile_regex
-from exl2chat.engine.drafting import Speculate
+from exl2chat.engine.drafting import Speculate, repays_drafts
 from exl2chat.engine.generators.streaming import PLAIN, Extras, StreamingGenerator
 from exl2chat.engine.loader import LoadedModel, plan_draft, plan_load
 from exl2chat.engine.lora import Adapter, Scaled, load_adapter
@@ -15,13 +15,20 @@ from exl2chat.link import protocol as wire
 from exl2chat.paths import Paths
 from exl2chat.progress import Progress
 
+UNUSED = (
+    "the draft model is left out: in half precision on a CPU it costs more than it brings, and replies would differ; "
+    "--dtype float32 or --speculate draft uses it"
+)
 COMPILERS = {"json": compile_json_schema, "regex": compile_regex, "grammar": compile_grammar}
 
 
 class Host:
     """A model, its cache and the generator over both, which lives as long as they do to reuse earlier turns."""
 
-    def __init__(self, model: LoadedModel, name: str, draft: LoadedModel | None, speculate: Speculate) -> None:
+    def __init__(
+        self, model: LoadedModel, name: str, draft: LoadedModel | None, speculate: Speculate, note: str
+    ) -> None:
+        """`note`: what the user should know of how they were loaded, beside the model's own."""
         self.info = wire.ModelInfo(
             name=name,
             path=str(model.checkpoint.folder.path),
@@ -36,6 +43,7 @@ class Host:
             sampling=dict(model.checkpoint.config.sampling),
             cache=next(name for name, bits in BITS.items() if bits == model.cache.bits),
         )
+        self.note = "; ".join(filter(None, (model.note, note)))
         self.model = model
         self.models = (model, draft) if draft else (model,)
         self._adapters: dict[str, Adapter] = {}
@@ -132,10 +140,12 @@ class HostPlan:
         )
         is_reference = path.parent.name == "snapshots"  # in the hub's cache, where folders are named by commit hashes
         self._name = request.model if is_reference else self._plan.checkpoint.folder.name
-        self._draft = plan_draft(draft, self._plan, paths, progress, leaving) if draft else None
+        used = request.speculate == "draft" or repays_drafts(self._plan.device, self._plan.dtype)
+        self._note = UNUSED if draft and not used else ""
+        self._draft = plan_draft(draft, self._plan, paths, progress, leaving) if draft and used else None
         self._speculate = request.speculate
 
     def load(self, progress: Progress) -> Host:
         """Load the weights. ChatError when they cannot be."""
         draft = self._draft.load(progress) if self._draft else None  # first: then the other knows what is left
-        return Host(self._plan.load(progress), self._name, draft, self._speculate)
+        return Host(self._plan.load(progress), self._name, draft, self._speculate, self._note)

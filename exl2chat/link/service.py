@@ -114,7 +114,7 @@ class Service:
         self._host = plan.load(progress)
         seconds = time.perf_counter() - started
         log.info("loaded %s in %.1f s", self._host.info.name, seconds)
-        return wire.Ready(self._host.info, seconds, self._host.model.note)
+        return wire.Ready(self._host.info, seconds, self._host.note)
 
     def _answer(self, job: _Job, request: wire.Generate) -> wire.Finished:
         if self._host is None:

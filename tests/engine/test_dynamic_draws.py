@@ -1,7 +1,8 @@
 """Jobs whose tokens a device draws, with an executor that does what a GPU would."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +28,8 @@ class Device:
         self._run = subject._executor.run
         monkeypatch.setattr(subject._executor, "run", self.run)
 
-    def run(self, plan: StepPlan, draws: Mapping[int, Drawing]) -> Computed:
-        computed = self._run(plan, {})
+    def run(self, plan: StepPlan, draws: Mapping[int, Drawing], *meanwhile: Callable[[], None]) -> Computed:
+        computed = self._run(plan, {}, *meanwhile)
         drawn = {}
         for place, row in enumerate(plan.decode):
             if row.job in draws:
@@ -100,8 +101,8 @@ def test_only_logits_that_a_token_is_drawn_from_come_to_the_host(monkeypatch: py
     subject._scheduler._last = 8
     run = subject._executor.run
 
-    def counted(plan: StepPlan, draws: Mapping[int, Drawing]) -> Computed:
-        computed = run(plan, draws)
+    def counted(*arguments: Any) -> Computed:
+        computed = run(*arguments)
         return replace(computed, rows=[row.as_subclass(Counted) for row in computed.rows])
 
     monkeypatch.setattr(subject._executor, "run", counted)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from exl2chat.engine.generators.dynamic import DynamicGenerator
-from exl2chat.engine.replies.jobs import Choice
+from exl2chat.engine.replies.jobs import Choice, Failed
 from exl2chat.settings import Sampling
 from tests.engine.dynamic_jobs import drain, generator, job, prompt, reply, streamed, text
 
@@ -66,3 +66,17 @@ def test_a_hook_may_enqueue_a_job() -> None:
     results = drain(subject)
     assert reply(results, 0) == streamed(prompt(10), 20)
     assert reply(results, 1) == streamed(prompt(9), 8)
+
+
+def test_a_hook_that_insists_on_a_banned_string_is_an_error() -> None:
+    """Its token would be taken back for ever."""
+
+    def insist(choice: Choice) -> None:
+        choice.token = ord("x")
+
+    subject = generator()
+    subject.enqueue(job(prompt(10), 20, hooks=(insist,), banned=("xxx",)))
+    results = [result for _ in range(20) for result in subject.iterate()]
+    (failed,) = [result for result in results if isinstance(result, Failed)]
+    assert "banned at this place" in str(failed.error)
+    assert subject.remaining == 0

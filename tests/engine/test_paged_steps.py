@@ -1,6 +1,6 @@
 """What steps of many sequences are told, without a GPU."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -262,7 +262,8 @@ class FakeSteps:
         self.asked: list[list[int]] = []
         self._memory = torch.empty(MOST, 1)
 
-    def run(self, rows: Sequence[Row], _draws: Mapping[int, Drawing]) -> list[Stepped]:
+    def run(self, rows: Sequence[Row], _draws: Mapping[int, Drawing], meanwhile: Callable[[], None]) -> list[Stepped]:
+        meanwhile()
         self.asked.append([row.job for row in rows])
         tokens = torch.tensor([[float(token)] for row in rows for token in row.tokens])
         self._memory.fill_(torch.nan)[: len(tokens)] = tokens

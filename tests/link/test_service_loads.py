@@ -30,6 +30,13 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
     assert failed.status == 2
 
 
+def test_a_draft_model_that_does_not_pay_is_left_out_and_that_is_said(tmp_path):
+    load = msgspec.structs.replace(LOAD, dtype="bfloat16", draft_model=MODEL)
+    ready, asked = (serve(tmp_path, msgspec.structs.replace(load, speculate=kind))[-1] for kind in ("auto", "draft"))
+    assert "the draft model is left out" in ready.note
+    assert asked.note == ""
+
+
 def test_to_speculate_with_a_draft_model_takes_one(tmp_path):
     failed = serve(tmp_path, msgspec.structs.replace(LOAD, speculate="draft"))[-1]
     assert "--draft-model" in failed.remedy

@@ -7,7 +7,9 @@ seed, position and token, and its sampler's memory is its own.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -257,7 +259,8 @@ class DynamicGenerator:
             for serial, job in jobs.items()
             if job.task.chooser.on_device and not (drafts[serial] and job.drawing.counts)
         }
-        computed = self._executor.run(step, draws)
+        hosts = [jobs[serial] for serial in jobs.keys() - draws.keys()]
+        computed = self._executor.run(step, draws, partial(_prepare, hosts))
         turns = []
         for serial, rows in places.items():
             turn = _Turn(serial, jobs[serial], len(jobs[serial].task.chooser.tokens), drafts[serial], None)
@@ -356,6 +359,13 @@ class DynamicGenerator:
             if serial in self._jobs and self._jobs[serial].task.chooser.count == 0:
                 progress = self._scheduler.progress(serial)
                 self._pending.append(Prefilled(serial, progress.computed, progress.total))
+
+
+def _prepare(jobs: Sequence[_Running]) -> None:
+    """Find out which tokens may come next, for those jobs whose tokens the host draws."""
+    for job in jobs:
+        with suppress(Exception):  # of a filter, too: the draw meets it again, and this job alone fails
+            job.task.chooser.prepare()
 
 
 def _streamed(serial: int, job: _Running, advance: Advance) -> list[Result]:

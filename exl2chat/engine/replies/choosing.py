@@ -148,6 +148,8 @@ class Chooser:
             hook(choice)
         if not 0 <= choice.token < self._language.size:
             raise UsageError(f"a hook chose {choice.token}", f"ids are 0 to {self._language.size - 1}")
+        if choice.token in self._blocked.get(position, ()):  # again and again, where it spells a banned string
+            raise UsageError(f"a hook chose {choice.token}, which is banned at this place", "have it choose another")
         self._choice = choice
         return choice.token
 
