@@ -17,7 +17,7 @@ from exl2chat.engine.scheduler import Row, StepPlan
 from exl2chat.engine.transformer import Transformer
 from exl2chat.errors import ChatError, UsageError
 
-Choosers = Mapping[int, Chooser]  # of all jobs
+Choosers = Mapping[int, Chooser]  # of all jobs that run
 
 
 class BatchDrafter(Protocol):
