@@ -17,7 +17,7 @@ from exl2chat.engine.scheduler import Row, StepPlan
 from exl2chat.engine.transformer import Transformer
 from exl2chat.errors import ChatError, UsageError
 
-Choosers = Mapping[int, Chooser]  # of all jobs
+Choosers = Mapping[int, Chooser]  # of all jobs that run
 
 
 class BatchDrafter(Protocol):
@@ -59,6 +59,7 @@ class ModelDrafts:
     def __init__(self, model: Transformer, cache: KVCache, pages: int, size: int) -> None:
         """Drafts of the first `size` ids. UsageError where the cache has fewer than `pages` pages."""
         self._executor, self._size = Executor(model, cache, size), size
+        cache.storage.zero_()  # what it lacks of a text must be numbers at least: nothing is right behind a NaN
         if self._executor.pages < pages:
             raise UsageError(
                 f"the draft model's cache has {self._executor.pages} pages, and that of the model {pages}",

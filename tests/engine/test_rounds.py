@@ -1,10 +1,14 @@
 """How many drafts the rows of a step get, and what is learned from it."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
 import pytest
 
 from exl2chat.engine import batch_drafting
-from exl2chat.engine.batch_drafting import Rounds
-from exl2chat.engine.scheduler import StepPlan
+from exl2chat.engine.batch_drafting import Choosers, Rounds
+from exl2chat.engine.scheduler import Row, StepPlan
+from tests.engine.dynamic_jobs import LIMITS, drain, generator, job, prompt
 from tests.engine.speculative import Always
 from tests.engine.told import MOST, Constrained, Told, heard_rounds, row
 
@@ -42,3 +46,21 @@ def test_so_many_sequences_get_no_more_drafts_than_they_may(monkeypatch: pytest.
         plan = StepPlan((), (), (), (), tuple(row(n, MOST) for n in range(count)))
         step = rounds.begin(plan, {n: Constrained() for n in range(count)})  # type: ignore[misc]
         assert {len(each.tokens) for each in step.decode} == {5 - count}
+
+
+def test_a_step_takes_no_longer_for_jobs_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where thousands do, to look at each took a third of a step."""
+    monkeypatch.setattr(batch_drafting, "Pace", Always)
+    seen: list[int] = []
+
+    class Asked(Told):
+        def propose(self, rows: Sequence[Row], choosers: Choosers, count: int) -> Mapping[int, Sequence[int]]:
+            seen.append(len(choosers))
+            return super().propose(rows, choosers, count)
+
+    subject = generator(limits=replace(LIMITS, batch=2, drafts=MOST))
+    subject._rounds = Rounds(Asked(dict.fromkeys(range(6), ()), 1.0), MOST)
+    for number in range(6):
+        subject.enqueue(job(prompt(10, number), 5))
+    drain(subject)
+    assert max(seen) == 2

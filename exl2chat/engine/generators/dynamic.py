@@ -246,7 +246,8 @@ class DynamicGenerator:
         self._executor.embed(self._embedded(plan))
         step = plan
         if self._rounds is not None:
-            step = self._rounds.begin(plan, {serial: job.task.chooser for serial, job in self._jobs.items()})
+            running = self._scheduler.running  # thousands may wait
+            step = self._rounds.begin(plan, {serial: self._jobs[serial].task.chooser for serial in running})
         drafts = {new.job: new.tokens[len(old.tokens) :] for old, new in zip(plan.decode, step.decode, strict=True)}
         places: dict[int, list[int]] = {}
         for place, row in enumerate(step.decode):
