@@ -80,13 +80,13 @@ class DeviceDraws:
             used += [_NOBODY] * (each - own)
         used += [_NOBODY] * (len(self._used) - len(used))
         if used != self._used:
-            self._sent = False
+            self._sent, table = False, self.table.copy()
             for place, (before, now) in enumerate(zip(self._used, used, strict=True)):
                 if now != before:
-                    self.table[place] = self._row(*now)[0]
+                    table[place] = self._row(*now)[0]
             for name, addresses in self._addresses.items():
-                self.table[name] = addresses
-            self._used = used
+                table[name] = addresses
+            self.table, self._used = table, used  # at once: an interrupt leaves no row that nobody knows of
         return not self._sent
 
     def sent(self) -> None:

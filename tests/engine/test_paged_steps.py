@@ -198,6 +198,20 @@ def test_what_a_failed_step_prepared_is_sent_by_the_next(monkeypatch: pytest.Mon
     assert subject.table["seed"].tolist() == [1, 0, 0]
 
 
+def test_a_step_that_failed_between_two_rows_has_changed_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a place would draw by another job's settings, or to no address."""
+    subject, one, other = draws(), Drawing(PLAIN, [1]), Drawing(Sampling(seed=9), [1])
+    rows, wanted = [row(5, 0, 1), row(6, 0, 1)], {5: one, 6: other}
+    subject.prepare(rows, 1, wanted)
+    expected = subject.table.copy()
+    with monkeypatch.context() as patch:
+        patch.setattr(device_draws, "sampling_row", interrupted)
+        with pytest.raises(KeyboardInterrupt):  # place 0 gets a row that is known, place 1 one that is not
+            subject.prepare(rows, 1, {5: other, 6: Drawing(PLAIN, [1])})
+    subject.prepare(rows, 1, wanted)
+    assert subject.table.tobytes() == expected.tobytes()
+
+
 def full(*_: object) -> None:
     raise MemoryError
 
