@@ -24,9 +24,16 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages_that_are_put_in_order_are_in_the_draft_model_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its guesses would come from other texts."""
     model = byte_model()
+    cache, draft_cache = model.new_cache(16 * PAGE), model.new_cache(16 * PAGE)
+    draft_cache.storage.zero_()  # it lacks the last tokens of replies that ended: what lay there must not decide
     subject = DynamicGenerator(
-        model, model.new_cache(16 * PAGE), ByteTokenizer(), replace(LIMITS, drafts=4), draft_model=model  # type: ignore[arg-type]
-    )  # fmt: skip
+        model,
+        cache,
+        ByteTokenizer(),  # type: ignore[arg-type]
+        replace(LIMITS, drafts=4),
+        draft_model=model,
+        draft_cache=draft_cache,
+    )
     moved: list[PageCopy] = []
     copy = subject._executor.copy
 
