@@ -14,7 +14,7 @@ from exl2chat.engine.pace import Pace
 from exl2chat.engine.pages import PageCopy
 from exl2chat.engine.replies.choosing import Chooser, known_to_device
 from exl2chat.engine.scheduler import Row, StepPlan
-from exl2chat.engine.transformer import Transformer
+from exl2chat.engine.transformer import Transformer, prefill_chunk
 from exl2chat.errors import ChatError, UsageError
 
 Choosers = Mapping[int, Chooser]  # of all jobs that run
@@ -65,6 +65,7 @@ class ModelDrafts:
                 f"the draft model's cache has {self._executor.pages} pages, and that of the model {pages}",
                 "make it as long as the other",
             )
+        self._chunk = prefill_chunk(model.device)
         self._known: dict[int, int] = {}  # tokens of a job's text that are in the cache
         self._drawings: dict[int, Drawing | None] = {}  # by job; None where the host draws
 
@@ -89,14 +90,16 @@ class ModelDrafts:
     def propose(self, rows: Sequence[Row], choosers: Choosers, count: int) -> Mapping[int, Sequence[int]]:
         drafts: dict[int, list[int]] = {row.job: [] for row in rows}
         going = [row for row in rows if row.drafts]
-        missing = [row for row in (self._missing(row, choosers[row.job]) for row in going) if row.tokens]
+        *portions, missing = _portions([self._missing(row, choosers[row.job]) for row in going], self._chunk)
+        for portion in portions:
+            self._executor.run(StepPlan((), (), (), portion, ()), {})
         draws = self._draws(going, choosers)
         for number in range(count):
             going = [row for row in going if len(drafts[row.job]) == number < row.drafts]
             if not going:
                 break
             step = [_after(row, drafts[row.job]) for row in going]
-            plan = StepPlan((), (), (), () if number else tuple(missing), tuple(step))
+            plan = StepPlan((), (), (), () if number else missing, tuple(step))
             computed = self._executor.run(plan, draws)
             for place, row in enumerate(step):
                 if (token := self._guess(computed, place, row, choosers[row.job])) is not None:
@@ -130,6 +133,18 @@ class ModelDrafts:
         of a round in which all were right."""
         start = self._known[row.job]
         return replace(row, start=start, tokens=tuple(chooser.tokens[start:-1]))
+
+
+def _portions(rows: Sequence[Row], size: int) -> list[tuple[Row, ...]]:
+    """`rows` in parts of up to `size` tokens: at least one, which may be empty."""
+    portions: list[list[Row]] = [[]]
+    for row in rows:
+        for first in range(0, len(row.tokens), size):
+            piece = replace(row, start=row.start + first, tokens=row.tokens[first : first + size])
+            if sum(len(other.tokens) for other in (*portions[-1], piece)) > size:
+                portions.append([])
+            portions[-1].append(piece)
+    return [tuple(portion) for portion in portions]
 
 
 def _after(row: Row, drafts: Sequence[int]) -> Row:

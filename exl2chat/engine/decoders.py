@@ -62,7 +62,8 @@ class Decoder:
         """A reply begins, with which the sequence has `longest` tokens at most."""
         self._step_logits.model = self.model
         self._device, self._logits, self._drafts = None, self._step_logits, PacedDrafts()
-        sources = [source for source in self._sources if source.drafter.begin(chooser)]
+        alike = not self.model.adapters or self.model.device.type == "cpu"  # LoRAs may round several rows differently
+        sources = [source for source in self._sources if alike and source.drafter.begin(chooser)]
         counts = penalties.active(chooser.sampling)  # of the tokens, one by one: a device can have no drafts among them
         models = any(source.drafter.is_model for source in sources)
         if chooser.plain and not (counts and models) and runs_on_device(self.model, self._size):

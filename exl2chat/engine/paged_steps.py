@@ -206,8 +206,10 @@ class PagedSteps:
             self._draws.sent()
         logits = self._graph(bucket, each, self._memory.width(rows))()
         self._drawn.record(0)
-        meanwhile()
-        self._drawn.wait(0)
+        try:
+            meanwhile()
+        finally:  # an interrupt, too: what was sent must not change before the copies have ended
+            self._drawn.wait(0)
         places = np.arange(positions.size).reshape(positions.shape)
         drawn = self._drawn.tokens[places, (positions + 1) % RESULTS].tolist()
         stepped = map(Stepped, logits.split_with_sizes([positions.shape[1]] * len(positions)), drawn)

@@ -115,7 +115,8 @@ class DynamicGenerator:
         if drafter is None:
             drafter = self._draft_model or (SuffixDrafts(free) if drafts == "ngram" or free else None)
         drafting = limits.drafts > 0 and speculate != "off"
-        self._rounds = Rounds(drafter, limits.drafts, alike_drafts if free else None) if drafting else None
+        self._drafting = Rounds(drafter, limits.drafts, alike_drafts if free else None) if drafting else None
+        self._rounds = self._drafting
         self._empty()
 
     @property
@@ -193,6 +194,8 @@ class DynamicGenerator:
         if salt != self._salt:  # a new executor records its graphs anew
             self._executor = Executor(with_adapters(self._model, adapters), self._cache, self.language.size)
             self._salt = salt
+            alike = not adapters or self._model.device.type == "cpu"  # LoRAs may round several rows differently
+            self._rounds = self._drafting if alike else None
 
     def warm_up(self) -> None:
         """Write a few tokens and forget them, so that the first job is as fast as the others."""

@@ -98,7 +98,11 @@ class _Reply:
     task: Task
     abort: Abort
     details: bool
-    reason: StopReason | None = None
+
+    @property
+    def reason(self) -> StopReason | None:
+        """Why it is complete, even if nobody was told because of an interrupt."""
+        return None if self.task.end is None else REASONS[self.task.end.reason]
 
 
 class StreamingGenerator:
@@ -287,7 +291,6 @@ class StreamingGenerator:
 
 
 def _result(reply: _Reply, advance: Advance) -> StreamResult:
-    reply.reason = None if advance.end is None else REASONS[advance.end.reason]
     return StreamResult(
         advance.text,
         tuple(token.id for token in advance.tokens),

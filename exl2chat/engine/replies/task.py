@@ -52,6 +52,7 @@ class Task:
         self._held: list[Token] = []
         self._owed = NOTHING  # of what passed, but for an interrupt
         self._said: list[str] = []
+        self.end: End | None = None  # of the reply, once it is complete
 
     @property
     def text(self) -> str:
@@ -97,7 +98,7 @@ class Task:
         text, count = self._owed.text + passed.text, self._owed.tokens + passed.tokens
         tokens, self._held = tuple(self._held[:count]), self._held[count:]
         self._said.append(text)
-        self._owed = NOTHING
+        self._owed, self.end = NOTHING, end
         return Advance(text, tokens, end=end)
 
     def _undo(self, count: int, held: list[Token], said: int) -> None:
@@ -105,7 +106,7 @@ class Task:
         added = len(self.chooser.tokens) - count
         if added > 0:
             self.chooser.forget(added)
-        self._held = held[: len(held) + min(added, 0)]
+        self._held, self.end = held[: len(held) + min(added, 0)], None
         del self._said[said:]
         self._gate = Gate(self.job.stops.strings, self.job.banned)
         self._detokenizer = self._new_detokenizer()
