@@ -62,7 +62,7 @@ def model_page(controller: "Controller") -> str:
         ("runs on", f"{info.device}, {info.dtype}"),
         *((f"its own {name}", str(value)) for name, value in info.sampling.items()),
     ]
-    return _table(("", controller.settings["model"]), [(name, _cell(value)) for name, value in rows])
+    return _table(("model", _cell(controller.settings["model"])), [(name, _cell(value)) for name, value in rows])
 
 
 def stats_page(path: Sequence[Message]) -> str:
