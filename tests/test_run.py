@@ -73,6 +73,12 @@ def test_stats_go_to_the_standard_error(script):
     done = run(*script(Read(3), Say("a b")), "-p", "hi", "--stats")
     assert done.stdout == "a b\n"
     assert "3 + 2 tokens" in done.stderr
+    assert " tokens/s, first after " in done.stderr
+
+
+def test_the_speed_of_a_single_token_is_left_out(script):
+    done = run(*script(Read(3), Say("a")), "-p", "hi", "--stats")
+    assert "3 + 1 tokens, first after " in done.stderr
 
 
 @pytest.mark.parametrize(
