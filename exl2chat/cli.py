@@ -78,21 +78,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = importlib.import_module(args.command.module).main(args, settings, paths)
         sys.stdout.flush()
     except ChatError as fault:
-        print("exl2chat: " + scrub_line(fault.message), file=sys.stderr)
-        if fault.remedy:
-            print("  " + scrub_line(fault.remedy), file=sys.stderr)
-        return fault.status
+        return _complain(fault)
     except KeyboardInterrupt:
         return 130
     except OSError as fault:  # such as a full disk behind the standard output
+        reason = _reason(fault)
         # What is still buffered cannot be written either: let the interpreter flush it into nothing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(fault, BrokenPipeError):
-            return 141
-        reason = "the standard output is closed" if fault.errno == errno.EBADF else str(fault)
-        print("exl2chat: " + scrub_line(reason), file=sys.stderr)
-        return 1
+        return 141 if isinstance(fault, BrokenPipeError) else _complain(reason)
     return status
+
+
+def _complain(fault: ChatError) -> int:
+    """Say on the standard error what went wrong and what to do; the exit status."""
+    print("exl2chat: " + scrub_line(fault.message), file=sys.stderr)
+    if fault.remedy:
+        print("  " + scrub_line(fault.remedy), file=sys.stderr)
+    return fault.status
+
+
+def _reason(fault: OSError) -> ChatError:
+    """What the system refused, in words. Files are named in what it says; the standard output is not."""
+    reason = fault.strerror or str(fault)
+    if fault.filename is None and fault.errno == errno.EBADF:
+        return ChatError("the standard output is closed", "leave it open: what is asked for goes there")
+    if fault.filename is None and fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+        return ChatError(f"the standard output cannot be written: {reason}", "make room there, or send it elsewhere")
+    name = "" if fault.filename is None else f"{fault.filename}: "
+    return ChatError(name + reason, "check what is there and its permissions")
 
 
 def _prepare_streams() -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -25,6 +26,7 @@ from exl2chat.settings import Settings, complete_environment, load_settings, ter
 
 NVIDIA = Path("/proc/driver/nvidia/version")
 ENOUGH_MEMORY = 2 << 30
+LITTLE_ROOM = 64 << 20  # bytes on a disk: chats and kernels take less, the smallest model more
 GIB = 1 << 30
 
 
@@ -120,11 +122,14 @@ def check_settings(paths: Paths) -> Finding:
 
 
 def check_folders(paths: Paths) -> Finding:
-    """Whether each folder, or the first above it that exists, can be written to, and the chats be read."""
+    """Whether each folder, or the first above it that exists, can be written to and has room, and the chats be read."""
     for folder in (paths.data, paths.cache, paths.state):
         there = next(place for place in (folder, *folder.parents) if os.path.exists(place))
         if not os.access(there, os.W_OK | os.X_OK):
             return Finding("folders", f"{there} cannot be written to", "change its permissions, or use --home")
+        if (free := shutil.disk_usage(there).free) < LITTLE_ROOM:
+            found = f"the disk of {there} is full or nearly so: {free:,} bytes free"
+            return Finding("folders", found, "delete something there, or use a folder of another disk: --home")
     if unreadable := unreadable_sessions(paths):
         names = ", ".join(path.name for path in unreadable)
         remedy = "`exl2chat sessions` says why; put back a copy, or move what cannot be read elsewhere"
@@ -140,7 +145,7 @@ def check_terminal() -> Finding:
     """What a chat can draw. A pipe is no problem: `exl2chat run` answers into it."""
     console = Console()
     if not console.is_terminal:
-        return Finding("terminal", "the output is none; `exl2chat run` answers into it")
+        return Finding("terminal", "the output is not a terminal, as a chat needs it; `exl2chat run` needs none")
     if terminal_only_prints():
         return Finding("terminal", "it only prints: the chat goes line by line")
     found = f"{console.width} x {console.height}, colours: {console.color_system or 'none'}, {console.encoding}"

@@ -2,9 +2,13 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+from rich.cells import cell_len, set_cell_size
 
 from exl2chat.chat.controller import Controller
 from exl2chat.chat.events import (
@@ -94,7 +98,7 @@ class _Screen:
             case ReplyFinished(message):
                 print(f" ({message.stop})" if message.stop not in ("eos", "stop_string") else "", flush=True)
             case ShowPage(title, markdown):
-                print(f"{scrub_line(title)}\n{scrub(markdown)}", flush=True)
+                print(f"{scrub_line(title)}\n{without_tables(scrub(markdown))}", flush=True)
             case QuitRequested():
                 self._leave()
             case _:
@@ -126,3 +130,25 @@ class _Screen:
                         print(f"({scrub_line(line)})", flush=True)
             case ChooseTheme():
                 print("(a plain chat has no colours)", flush=True)
+
+
+def without_tables(page: str) -> str:
+    """A page of commands with its tables as plain lines, their columns aligned."""
+    lines: list[str] = []
+    for is_table, part in groupby(page.split("\n"), lambda line: line.startswith("|")):
+        block = list(part)
+        lines += _aligned(block) if is_table else block
+    return "\n".join(lines)
+
+
+def _cells(row: str) -> list[str]:
+    """The cells of `| a | b |` as they were before they were written as Markdown."""
+    cells = (re.sub(r"\\([\\|])", r"\1", cell) for cell in row[2:-2].split(" | "))
+    return [re.sub(r"^`([^`]*)`$", r"\1", cell) for cell in cells]
+
+
+def _aligned(table: Sequence[str]) -> Iterator[str]:
+    rows = [_cells(line) for line in table if set(line) - set("|- ")]  # without the delimiter of the head
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(map(set_cell_size, row, widths)).rstrip()

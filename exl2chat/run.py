@@ -238,7 +238,8 @@ def _as_object(message: Message) -> dict[str, object]:
 
 def _summary(message: Message) -> str:
     stats = message.stats or Stats()
-    speed = f"{stats.tokens_per_second:.1f} tokens/s, first after {stats.first_token_s:.2f} s"
+    speed = f"{stats.tokens_per_second:.1f} tokens/s, " if stats.tokens_per_second else ""
+    speed += f"first after {stats.first_token_s:.2f} s"
     if stats.drafted:
         speed += f", {stats.accepted} of {stats.drafted} drafts accepted ({stats.speed_up:.2f}x)"
     return f"{stats.prompt_tokens} + {stats.reply_tokens} tokens, {speed}, ended by {message.stop}, seed {stats.seed}"

@@ -3,7 +3,9 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,6 +67,31 @@ def test_chats_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     finding = find(tmp_path, "folders")
     assert not finding.ok
     assert "torn.jsonl" in finding.found
+
+
+@pytest.mark.parametrize("full", ["data", "cache", "state"])
+def test_a_folder_on_a_full_disk_is_named_with_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    place = tmp_path / full
+    place.mkdir()
+    free = {place: 4096}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free.get(path, 64 << 20)))
+    finding = find(tmp_path, "folders")
+    assert str(place) in finding.found
+    assert "4,096 bytes free" in finding.found
+    assert "--home" in finding.remedy
+    free.clear()
+    assert find(tmp_path, "folders").ok
+
+
+def test_an_output_that_is_no_terminal_is_said_to_be_none_and_no_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(["doctor", "--home", str(tmp_path)])
+    line = next(line for line in capsys.readouterr().out.splitlines() if " terminal " in line)
+    assert line.startswith("OK")
+    assert "the output is not a terminal" in line
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("torn\nlibrary"), ImportError("no such .so"), OSError(5, "I/O")])

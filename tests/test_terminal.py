@@ -146,6 +146,8 @@ def test_a_plain_chat_writes_no_escape_sequence(chat, tmp_path, flags, term):
     terminal.see("jour.")
     terminal.type("/nonsense\n")
     terminal.see("error")
+    terminal.type("/model\n")
+    terminal.see("architecture  Script")
     terminal.type("again\n")
     terminal.see("half")
     terminal.process.send_signal(signal.SIGINT)
@@ -153,6 +155,7 @@ def test_a_plain_chat_writes_no_escape_sequence(chat, tmp_path, flags, term):
     terminal.type("/quit\n")
     assert terminal.leave() == 0
     assert "\x1b" not in terminal.record
+    assert "---" not in terminal.record
     assert [text for _, text in messages(tmp_path)] == ["hello", "Bon\x1b[2Jjour.", "again", "half"]
 
 

@@ -96,7 +96,7 @@ COMMANDS: tuple[Command, ...] = (
         completes="file",
     ),
     Command("lora", "[folder[:scale],...|off]", "show or change the LoRAs that replies use", actions.lora),
-    Command("stats", "", "counts and speeds of every reply", actions.stats),
+    Command("stats", "", "counts and speeds of the replies shown", actions.stats),
     Command("theme", "[name]", "choose the colours", actions.theme, completes="theme"),
     Command("quit", "", "leave; everything is saved, queued messages too", actions.leave, aliases=("exit", "q")),
 )

@@ -33,7 +33,7 @@ def form_of(kind: Kind, argument: str) -> Form:
             raise UsageError(f"the {FORMS[kind]} holds a NUL or is not UTF-8", "take that out")
         form = Form(kind, argument)
     else:
-        form = Form(kind, _read(argument), storable(argument))
+        form = Form(kind, _read(kind, argument), storable(argument))
     if kind == "json":
         _check_json(form)
     elif kind == "regex":
@@ -42,18 +42,19 @@ def form_of(kind: Kind, argument: str) -> Form:
 
 
 def _is_itself(kind: Kind, argument: str) -> bool:
-    """Whether `argument` is no name of a file: an object or `true`, or rules with their colons."""
-    if kind == "json":
-        return argument.lstrip().startswith("{") or argument.strip() in ("true", "false")
-    return ":" in argument and not os.path.exists(os.path.expanduser(argument))
+    """Whether `argument` is no name of a file: an object, if a misspelt one, or `true`, or rules with their colons."""
+    if kind == "json" and (argument.lstrip().startswith("{") or argument.strip() in ("true", "false")):
+        return True
+    return ("{" if kind == "json" else ":") in argument and not os.path.exists(os.path.expanduser(argument))
 
 
-def _read(name: str) -> str:
+def _read(kind: Kind, name: str) -> str:
     try:
         data = read_file(Path(os.path.expanduser(name)), LARGEST)
     except (OSError, ValueError) as fault:
         reason = fault.strerror if isinstance(fault, OSError) else "no name of a file"
-        raise UsageError(f"{name:.200}: {reason}", "give a file, or the text itself") from None
+        itself = "which begins with {" if kind == "json" else "with the colons of its rules"
+        raise UsageError(f"{name:.200}: {reason}", f"give a file, or the {FORMS[kind]} itself, {itself}") from None
     try:
         return data.decode()
     except UnicodeDecodeError as fault:
@@ -64,12 +65,14 @@ def _read(name: str) -> str:
 def _check_json(form: Form) -> None:
     where = form.source or "JSON schema"
     try:
-        json.loads(form.text)
+        schema = json.loads(form.text)
     except json.JSONDecodeError as fault:
         place = f"line {fault.lineno}, column {fault.colno}"
         raise UsageError(f"{where:.200}: {place}: {fault.msg}", "it is not JSON") from None
     except (RecursionError, ValueError):
         raise UsageError(f"{where:.200}: nested too deeply, or with a number too long", "use a plainer one") from None
+    if not isinstance(schema, dict | bool):
+        raise UsageError(f"{where:.200}: this JSON is no schema", "a schema is an object, or true or false")
 
 
 def _check_regex(form: Form) -> None:

@@ -62,11 +62,11 @@ def model_page(controller: "Controller") -> str:
         ("runs on", f"{info.device}, {info.dtype}"),
         *((f"its own {name}", str(value)) for name, value in info.sampling.items()),
     ]
-    return _table(("", controller.settings["model"]), [(name, _cell(value)) for name, value in rows])
+    return _table(("model", _cell(controller.settings["model"])), [(name, _cell(value)) for name, value in rows])
 
 
 def stats_page(path: Sequence[Message]) -> str:
-    """Counts and speeds of every reply of the path. A model that wrote all of them is named once, above."""
+    """Counts and speeds of the replies of the path. A model that wrote all of them is named once, above."""
     replies = [(number, message, message.stats) for number, message in enumerate(path, 1) if message.stats]
     if not replies:
         return "No reply yet."
@@ -77,7 +77,7 @@ def stats_page(path: Sequence[Message]) -> str:
     rows = []
     for number, message, s in replies:
         counts = (f"{s.prompt_tokens:,}", f"{s.cached_tokens:,}", f"{s.reply_tokens:,}")
-        speeds = (f"{s.first_token_s:.2f} s", f"{s.tokens_per_second:.1f}")
+        speeds = (f"{s.first_token_s:.2f} s", f"{s.tokens_per_second:.1f}" if s.tokens_per_second else "")
         rows.append([f"#{number}", *counts, *speeds, message.stop or "", str(s.seed)])
         if drafts:
             rows[-1].append(f"{s.accepted:,} of {s.drafted:,}, {s.speed_up:.2f}x" if s.drafted else "")

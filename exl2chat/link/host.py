@@ -1,7 +1,7 @@
 """One loaded model in the engine process, and its answers as events. Imports torch."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from exl2chat.engine.cache import BITS
@@ -10,7 +10,7 @@ from exl2chat.engine.drafting import Speculate, repays_drafts
 from exl2chat.engine.generators.streaming import PLAIN, Extras, StreamingGenerator
 from exl2chat.engine.loader import LoadedModel, plan_draft, plan_load
 from exl2chat.engine.lora import Adapter, Scaled, load_adapter
-from exl2chat.errors import UsageError
+from exl2chat.errors import ContextError, UsageError
 from exl2chat.link import protocol as wire
 from exl2chat.paths import Paths
 from exl2chat.progress import Progress
@@ -69,16 +69,20 @@ class Host:
         asked = time.perf_counter()
         generator = self._generator
         generator.set_stop_conditions([*self.model.stop_ids, *self.model.stop_strings, *request.stop])
-        start = generator.begin_stream_ex(
-            self.model.encode_turns([(turn.role, turn.text) for turn in request.turns]),
-            request.sampling,
-            max_new_tokens=request.max_tokens,
-            abort=abort,
-            continuing=request.turns[-1].role == "assistant",
-            adapters=[Scaled(self._adapter(lora.path), lora.scale) for lora in request.loras],
-            on_prefill=lambda done, total, cached: emit(wire.Prefill(request.id, done, total, cached)),
-            extras=self._extras(request),
-        )
+        prompt = self.model.encode_turns([(turn.role, turn.text) for turn in request.turns])
+        try:
+            start = generator.begin_stream_ex(
+                prompt,
+                request.sampling,
+                max_new_tokens=request.max_tokens,
+                abort=abort,
+                continuing=request.turns[-1].role == "assistant",
+                adapters=[Scaled(self._adapter(lora.path), lora.scale) for lora in request.loras],
+                on_prefill=lambda done, total, cached: emit(wire.Prefill(request.id, done, total, cached)),
+                extras=self._extras(request),
+            )
+        except ContextError as fault:
+            raise ContextError(fault.message, self._advice(request.turns)) from None
         emit(wire.Prefill(request.id, start.prompt_tokens, start.prompt_tokens, start.cached_tokens))
         first = None
         while True:
@@ -98,6 +102,15 @@ class Host:
             **generator.speculated._asdict(),
         )
         return wire.Finished(request.id, result.stop_reason, stats)
+
+    def _advice(self, turns: Sequence[wire.Turn]) -> str:
+        """What to do where they do not fit the context: a question that stands alone cannot be asked in a new chat."""
+        ways = ["shorten it"]
+        if any(turn.role == "assistant" for turn in turns):
+            ways.append("start a new conversation")
+        if self.info.context < self.model.checkpoint.config.context:
+            ways.append("load the model with a larger --ctx")
+        return ", or ".join(ways)
 
     def _extras(self, request: wire.Generate) -> Extras:
         """What the reply is asked for besides its text."""

@@ -91,6 +91,13 @@ def test_stats_name_the_model_of_each_reply_where_they_differ() -> None:
     assert [row.split(" | ")[-1] for row in stats_page(replies).split("\n")] == ["model |", "--- |", "one |", "two |"]
 
 
+def test_stats_leave_out_the_speed_of_a_single_token() -> None:
+    stats = Stats(prompt_tokens=5, reply_tokens=1, first_token_s=0.5, decode_s=0.5)
+    assert "| #1 | 5 | 0 | 1 | 0.50 s |  | eos | 0 |" in stats_page(
+        [Message("a", None, "assistant", "", "", stats=stats, stop="eos")]
+    )
+
+
 async def test_model_shows_what_is_loaded(start: Start) -> None:
     chat = await start()
     await chat.controller.submit("/model")

@@ -103,6 +103,7 @@ def test_a_file_and_a_text_are_told_apart(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("kind", "content", "complaint"),
     [
+        ("json", b"[{}]", "this JSON is no schema"),
         ("json", b'{\n "type": "object",\n}', "line 3, column 1: Expecting property name"),
         ("json", b"[" * 100_000, "nested too deeply"),
         ("grammar", b"start: \n\xff", "line 2 is not UTF-8"),
@@ -116,6 +117,25 @@ def test_what_is_wrong_in_a_file_is_said_with_its_place(
     file.write_bytes(content)
     with pytest.raises(UsageError, match=f"form: .*{complaint}"):
         form_of(kind, str(file))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("nonsense{", "JSON schema: line 1, column 1: Expecting value"),
+        ('"type": {}', "JSON schema: line 1, column 7: Extra data"),
+        ("[{}]", "JSON schema: this JSON is no schema"),
+        ("nonsense", r"nonsense: No such file or directory \(.*itself, which begins with {\)"),
+    ],
+)
+def test_wrong_json_is_told_from_a_file_that_is_not_there(text: str, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        form_of("json", text)
+
+
+def test_the_name_of_a_file_may_hold_a_brace(tmp_path: Path) -> None:
+    (tmp_path / "a{").write_text("true")
+    assert form_of("json", str(tmp_path / "a{")).text == "true"
 
 
 @pytest.mark.parametrize(("kind", "text"), [("json", '{"const": "\udcff"}'), ("regex", "\ud800"), ("grammar", "a: \0")])

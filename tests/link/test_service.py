@@ -154,6 +154,14 @@ def test_a_prompt_that_does_not_fit_fails_with_status_4_and_the_model_stays(tmp_
     assert last(events, "b").reason == "max_tokens"
 
 
+def test_a_new_conversation_is_advised_only_where_there_is_an_old_one(tmp_path):
+    alone = ask("a", text="word " * 600)
+    turns = (wire.Turn("user", "hi"), wire.Turn("assistant", "yes"), *alone.turns)
+    events = serve(tmp_path, LOAD, alone, msgspec.structs.replace(alone, id="b", turns=turns))
+    assert last(events, "a").remedy == "shorten it, or load the model with a larger --ctx"
+    assert "start a new conversation" in last(events, "b").remedy
+
+
 def test_a_reply_to_nothing_is_refused_and_the_model_stays(tmp_path):
     events = serve(tmp_path, LOAD, wire.Generate("a", ()), ask("b"))
     assert (last(events).message, last(events).status) == ("there is no message to answer", 2)
