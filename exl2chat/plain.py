@@ -23,7 +23,7 @@ from exl2chat.chat.events import (
     ReplyText,
     ShowPage,
 )
-from exl2chat.chat.session import session_files
+from exl2chat.chat.session import loss_words, session_files
 from exl2chat.safetext import Scrubber, scrub, scrub_line
 
 
@@ -36,7 +36,7 @@ async def chat(controller: Controller) -> int:
     def take_input() -> None:  # a terminal is readable when it has a whole line, so this does not wait
         if data := os.read(sys.stdin.fileno(), 65536):
             lines.feed_data(data)
-        else:
+        elif not screen.warn_of_loss():
             loop.remove_reader(sys.stdin.fileno())
             lines.feed_eof()
 
@@ -65,13 +65,22 @@ class _Screen:
         self._stage = ""
         self._stopping: asyncio.Task[None] | None = None
         self._asked = False  # whether to leave what is unfinished
+        self._warned = False  # that leaving loses what cannot be saved
 
     def interrupt(self) -> None:
         """Stop the reply; with none on its way, leave."""
         if self._controller.busy:
             self._stopping = asyncio.create_task(self._controller.stop())
-        else:
+        elif not self.warn_of_loss():
             self._quit()
+
+    def warn_of_loss(self) -> bool:
+        """Whether leaving loses what cannot be saved, and the user is told so only now."""
+        unsaved = self._controller.save()
+        warned, self._warned = self._warned, unsaved is not None
+        if unsaved and not warned:
+            print(f"({scrub_line(loss_words(unsaved))})", flush=True)
+        return self._warned and not warned
 
     def show(self, event: ChatEvent) -> None:
         """Print what a listener should know of `event`."""
@@ -106,7 +115,7 @@ class _Screen:
         if unfinished and not self._asked:
             self._asked = True
             print("(a reply is on its way or a message waits: /quit again leaves, and saves what there is)", flush=True)
-        else:
+        elif not self.warn_of_loss():
             self._quit()
 
     def _show_choice(self, event: ChatEvent) -> None:

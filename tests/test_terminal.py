@@ -168,6 +168,22 @@ def test_a_plain_chat_asks_before_it_leaves_a_reply(chat, tmp_path):
     assert [text for _, text in messages(tmp_path)] == ["hello", "half", "and then"]
 
 
+@pytest.mark.parametrize("flags", [(), ("--plain",)], ids=["screen", "plain"])
+@pytest.mark.parametrize("leave", ["/quit\r", "\x04"], ids=["quit", "Ctrl+D"])
+def test_a_chat_that_cannot_be_saved_is_lost_only_when_asked_twice(chat, tmp_path, flags, leave):
+    (tmp_path / "home" / "data").mkdir(parents=True)
+    (tmp_path / "home" / "data" / "sessions").touch()  # no folder, so nothing can be saved in it
+    terminal = chat(*flags, script=Script(replies=((Say("Noted."),),)))
+    terminal.see("scripted")
+    terminal.type("remember the milk\r")
+    terminal.see("Noted.")
+    terminal.type(leave)
+    terminal.see("not saved: ")
+    terminal.type(leave)
+    assert terminal.leave() == 1
+    assert "exl2chat: the last messages of 'remember the milk' are lost: " in terminal.record.splitlines()[-1]
+
+
 def test_a_plain_chat_lists_chats_and_those_that_cannot_be_read(chat, tmp_path):
     sessions = tmp_path / "home" / "data" / "sessions"
     sessions.mkdir(parents=True)

@@ -151,6 +151,13 @@ class Controller:
         elif self.phase == "loading":
             await self._engine.send(wire.Stop(""))
 
+    def save(self) -> str | None:
+        """Try again to write what could not be written; why it still cannot, None when everything is on disk."""
+        if self.session.fault:
+            self.session.save()
+            self._watch_disk()
+        return self.session.fault
+
     def complete(self, line: str, cursor: int) -> list[Completion]:
         """What the text before `cursor` could become."""
         return complete(line[:cursor], self.models, self.paths)
@@ -234,12 +241,9 @@ class Controller:
 
         SessionError, and `session` closed, while the present one has messages that cannot be saved.
         """
-        if self.session.fault and not self.session.read_only:
-            self.session.save()
-            self._watch_disk()
-            if self.session.fault:
-                session.close()
-                raise SessionError("the last messages are not saved", "make room, or `/export` and `/delete` them")
+        if self.save():
+            session.close()
+            raise SessionError("the last messages are not saved", "make room, or `/export` and `/delete` them")
         self.session.close()
         self.session, self.last_stats, self._fault = session, None, None
         self.emit(SessionChanged())
@@ -391,10 +395,6 @@ class Controller:
     def _watch_disk(self) -> None:
         """Tell when saving begins to fail and when it works again."""
         before, self._fault = self._fault, self.session.fault
-        if before == self._fault:
-            return
-        self.emit(SessionChanged())
-        if self._fault:
-            self.emit(Notice(f"cannot save: {self._fault}; the chat goes on in memory until that works", "warning"))
-        else:
-            self.emit(Notice("saving works again; everything is on disk"))
+        if before != self._fault:
+            failing = f"cannot save: {self._fault}; the chat goes on in memory until that works"
+            self.emit(Notice(failing, "warning") if self._fault else Notice("saving works again; all is on disk"))

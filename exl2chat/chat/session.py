@@ -172,6 +172,7 @@ class Session:
         except OSError as fault:
             raise ChatError(f"{source}: {fault.strerror}", "the session stays where it is") from None
         self.close()
+        self._file = None
         return trash / source.name
 
     def save(self) -> None:
@@ -211,6 +212,11 @@ class Session:
         for draft in log.drafts:
             self.add(Message(draft.id, draft.parent, "assistant", draft.text, now(), "crash", model=draft.model))
             yield f"recovered {len(draft.text)} characters of a reply that a crash interrupted"
+
+
+def loss_words(fault: str) -> str:
+    """What the user is asked before leaving a session that cannot be saved because of `fault`."""
+    return f"not saved: {fault}; again leaves and loses it; /export md PATH keeps it elsewhere"
 
 
 def first_line(messages: Iterable[Message]) -> str:
