@@ -5,7 +5,7 @@ import asyncio
 import sys
 from typing import TYPE_CHECKING
 
-from exl2chat.errors import UsageError
+from exl2chat.errors import SessionError, UsageError
 from exl2chat.paths import Paths
 from exl2chat.safetext import scrub_line
 from exl2chat.settings import Settings, terminal_only_prints
@@ -42,7 +42,7 @@ def main(args: argparse.Namespace, settings: Settings, paths: Paths) -> int:
     if not (sys.stdin.isatty() and (sys.stdout.isatty() or args.plain)):
         from exl2chat import run
 
-        session = Session.open(args.resume, paths) if args.resume else Session.in_memory()
+        session = _writable(args.resume, paths) if args.resume else Session.in_memory()
         once = argparse.Namespace(engine=args.engine, prompt=None, json=False, stats=False)
         return ended(session, run.answer_in(session, once, settings, paths))
     from exl2chat.chat.controller import Controller
@@ -60,6 +60,17 @@ def main(args: argparse.Namespace, settings: Settings, paths: Paths) -> int:
     _complete_models(controller, paths)
     status = run_app(controller, paths)
     return ended(controller.session, status)
+
+
+def _writable(which: str, paths: Paths) -> "Session":
+    """The saved session, to which a piped message can be added. SessionError where it cannot."""
+    from exl2chat.chat.session import Session
+
+    session = Session.open(which, paths)
+    if session.read_only:
+        refusal = f"nothing can be added to '{session.title}': {session.obstacle}"
+        raise SessionError(f"{refusal}; send it again when that is over, or without --resume")
+    return session
 
 
 def ended(session: "Session", status: int) -> int:

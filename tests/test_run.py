@@ -261,6 +261,19 @@ def test_a_message_that_is_piped_in_goes_on_with_the_chat_that_is_resumed(script
     resumed.close()
 
 
+def test_a_message_for_a_chat_that_is_open_elsewhere_is_refused_with_advice_that_a_pipe_can_follow(script, tmp_path):
+    session = Session.create(Paths.default(tmp_path))
+    session.add(Message("a", None, "user", "first"))
+    argv = [sys.executable, "-m", "exl2chat", *script(Say("never")), "--resume"]
+    done = subprocess.run(argv, input="second", capture_output=True, text=True, timeout=60)
+    session.close()
+    assert (done.returncode, done.stdout) == (6, "")
+    (line,) = done.stderr.splitlines()
+    assert "another exl2chat has it open" in line
+    assert "without --resume" in line
+    assert "/fork" not in line
+
+
 @pytest.mark.parametrize(("flags", "complaint"), [(["--resume", "nosuch"], "nosuch"), (["--plain"], "no terminal")])
 def test_what_the_chat_cannot_do_with_a_pipe_is_refused(script, flags, complaint):
     argv = [sys.executable, "-m", "exl2chat", *script(Say("never")), *flags]
