@@ -33,7 +33,7 @@ from exl2chat.chat.faults import fault_in, log_fault
 from exl2chat.chat.loads import Loads, load_request, put_back
 from exl2chat.chat.outbox import Outbox
 from exl2chat.chat.recall import recorded, with_model, with_session
-from exl2chat.chat.reply import Reply, request
+from exl2chat.chat.reply import Reply, context_filled, request
 from exl2chat.chat.session import Session, new_id, storable
 from exl2chat.errors import ChatError, ContextError, SessionError, UsageError, error_for
 from exl2chat.link import protocol as wire
@@ -93,11 +93,11 @@ class Controller:
         return self.last_stats.tokens_per_second if self.last_stats else 0.0
 
     @property
-    def context_used(self) -> int:
-        """Tokens of the context that the last prompt and reply fill."""
-        if self._reply:
+    def context_used(self) -> int | None:
+        """Tokens of the context that the last prompt and reply of the path fill; None where that is not known."""
+        if self._reply and self._reply.prompt_tokens:
             return self._reply.prompt_tokens + self._reply.tokens
-        return self.last_stats.prompt_tokens + self.last_stats.reply_tokens if self.last_stats else 0
+        return context_filled(self.path, self.model)
 
     # What a front end may do
 

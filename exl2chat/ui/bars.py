@@ -27,12 +27,12 @@ PHASES = {
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the status line says. Tokens; seconds; 0 where unknown. `unsaved`: something said is not on disk. `form`:
-    what replies must be, in a word. `editing`: what is typed is to replace a message."""
+    """What the status line says. Tokens; seconds; 0 where unknown, `used` then None. `unsaved`: something said is not
+    on disk. `form`: what replies must be, in a word. `editing`: what is typed is to replace a message."""
 
     phase: Phase = "down"
     unsaved: bool = False
-    used: int = 0
+    used: int | None = 0
     context: int = 0
     tokens_per_second: float = 0.0
     first_token_s: float = 0.0
@@ -150,7 +150,7 @@ def status_words(status: Status) -> list[str]:
         words.append("editing")
     if status.form:
         words.append(f"{status.form} only")
-    if status.context:
+    if status.context and status.used is not None:
         share = status.used / status.context
         words.append(f"context {meter(share, 8)} {amount(status.used)} of {amount(status.context)}")
     if status.tokens_per_second:

@@ -4,6 +4,7 @@ import asyncio
 import errno
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from exl2chat.chat.controller import Controller
@@ -45,6 +46,25 @@ async def test_what_is_set_in_an_empty_chat_makes_no_file(start: Start, paths: P
     await chat.say("/set temperature 0.33", "/rename x")
     await chat.controller.close()
     assert not list(paths.sessions.glob("*"))
+
+
+async def test_the_context_of_a_resumed_chat_is_as_full_as_its_last_reply_left_it(start: Start, paths: Paths) -> None:
+    chat = await (await start(replies("a", "b c"), Session.create(paths))).ready()
+    assert chat.controller.context_used == 0
+    await chat.say("hi", "more")
+    assert chat.controller.context_used == 9
+    await chat.controller.close()
+    again = await start(Script(), Session.open("last", paths))
+    assert again.controller.context_used is None  # no model counts yet
+    await again.ready()
+    assert again.controller.context_used == 9
+    await again.say("/undo")
+    assert again.controller.context_used == 8
+    reply = again.controller.path[-1]
+    again.controller.add_message(msgspec.structs.replace(reply, id="other", model="another"))
+    assert again.controller.context_used is None
+    again.controller.add_message(msgspec.structs.replace(reply, id="uncounted", stats=None))
+    assert again.controller.context_used is None
 
 
 async def test_a_model_that_was_not_loaded_is_not_saved(

@@ -55,6 +55,11 @@ def test_status() -> None:
     ]
 
 
+def test_a_context_that_is_filled_nobody_knows_how_far_is_not_shown() -> None:
+    assert status_words(Status("ready", used=None, context=8192)) == ["ready"]
+    assert status_words(Status("ready", used=0, context=8192)) == ["ready", "context ╌╌╌╌╌╌╌╌ 0 of 8192"]
+
+
 def test_what_is_not_on_disk_is_said_first() -> None:
     assert status_words(Status("ready", unsaved=True, queued=1)) == ["ready", "not saved", "1 queued"]
 
