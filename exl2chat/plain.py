@@ -23,6 +23,7 @@ from exl2chat.chat.events import (
     ReplyText,
     ShowPage,
 )
+from exl2chat.chat.outbox import taken_back_words
 from exl2chat.chat.session import loss_words, session_files
 from exl2chat.safetext import Scrubber, scrub, scrub_line
 
@@ -70,9 +71,16 @@ class _Screen:
     def interrupt(self) -> None:
         """Stop the reply; with none on its way, leave."""
         if self._controller.busy:
-            self._stopping = asyncio.create_task(self._controller.stop())
+            self._stopping = asyncio.create_task(self._stop())
         elif not self.warn_of_loss():
             self._quit()
+
+    async def _stop(self) -> None:
+        """Stop the reply; where that took a message back instead, say so."""
+        queued = len(self._controller.queued)
+        await self._controller.stop()
+        if queued:
+            print(f"({taken_back_words('Ctrl+C', queued - 1, replying=True)})", flush=True)
 
     def warn_of_loss(self) -> bool:
         """Whether leaving loses what cannot be saved, and the user is told so only now."""

@@ -168,6 +168,19 @@ def test_a_plain_chat_asks_before_it_leaves_a_reply(chat, tmp_path):
     assert [text for _, text in messages(tmp_path)] == ["hello", "half", "and then"]
 
 
+def test_a_plain_chat_says_that_it_took_a_message_back_before_it_stops(chat):
+    terminal = chat("--plain", script=Script(replies=((Say("half"), Hold()),)))
+    terminal.see("scripted is ready")
+    terminal.type("hello\n")
+    terminal.see("half")
+    terminal.type("and then\n/nonsense\n")
+    terminal.see("error")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.see("(taken back; Ctrl+C again stops the reply)")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.see("(stopped)")
+
+
 @pytest.mark.parametrize("flags", [(), ("--plain",)], ids=["screen", "plain"])
 @pytest.mark.parametrize("leave", ["/quit\r", "\x04"], ids=["quit", "Ctrl+D"])
 def test_a_chat_that_cannot_be_saved_is_lost_only_when_asked_twice(chat, tmp_path, flags, leave):

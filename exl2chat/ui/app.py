@@ -20,6 +20,7 @@ from textual.widgets import Static
 from exl2chat.chat.commands import COMMANDS, help_page
 from exl2chat.chat.controller import Controller
 from exl2chat.chat.history import History
+from exl2chat.chat.outbox import taken_back_words
 from exl2chat.chat.session import loss_words, session_files
 from exl2chat.errors import ChatError
 from exl2chat.paths import Paths, theme_files
@@ -200,7 +201,7 @@ class ChatApp(App[int]):
 
     async def action_stop(self) -> None:
         self.screen.clear_selection()
-        await self.controller.stop()
+        await self._stop("Esc")
 
     async def action_interrupt(self) -> None:
         """Copy the selection, else close a panel, else stop, else clear the prompt, else leave when pressed twice."""
@@ -211,7 +212,7 @@ class ChatApp(App[int]):
         elif isinstance(self.screen, ModalScreen):
             self.screen.dismiss(None)
         elif self.controller.busy or self.controller.queued:
-            await self.controller.stop()
+            await self._stop("Ctrl+C")
         elif self.prompt.text:
             self.prompt.put("")
         elif self._armed:
@@ -230,6 +231,13 @@ class ChatApp(App[int]):
         self.transcript.follow()
 
     # Inside
+
+    async def _stop(self, key: str) -> None:
+        """Stop because `key` was pressed; where that took a message back instead, say so."""
+        queued = len(self.controller.queued)
+        await self.controller.stop()
+        if queued:
+            self.say(taken_back_words(key, queued - 1, self.controller.busy), "information")
 
     def _arm(self, armed: bool) -> None:
         """Whether the next Ctrl+C leaves; the hints say so."""

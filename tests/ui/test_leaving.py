@@ -74,6 +74,26 @@ async def test_ctrl_c_takes_back_what_is_queued_before_it_leaves(start) -> None:
         assert not screen.chat.queued
 
 
+async def test_stopping_says_that_it_took_a_message_back_and_what_it_does_next(start) -> None:
+    async with start(HELD) as screen:
+        await screen.ready()
+        await screen.say("question")
+        await screen.until(lambda: screen.shown("The beginning"))
+        await screen.say("second")
+        await screen.say("third")
+        await screen.press("escape")
+        await screen.until(lambda: screen.shown("taken back; Esc again takes back the one before"))
+        await screen.press("ctrl+c")
+        await screen.until(lambda: screen.shown("taken back; Ctrl+C again stops the reply"))
+        assert screen.chat.busy
+        await screen.press("escape")
+        await screen.replied()
+    async with start(Script(load=(Hold(),))) as screen:
+        await screen.say("early")
+        await screen.press("escape")
+        await screen.until(lambda: screen.shown("taken back; Esc again cancels the load"))
+
+
 @pytest.mark.parametrize("words", ["", "/quit"])
 async def test_leaving_asks_once_what_cannot_be_saved(start, paths, words) -> None:
     paths.data.mkdir()
