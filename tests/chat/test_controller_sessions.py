@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import os
 from pathlib import Path
 
 import msgspec
@@ -207,6 +208,20 @@ async def test_a_session_that_is_not_saved_is_not_left_for_another(
     assert not chat.controller.session.read_only
     assert session.file is not None
     assert [message.text for message in Session.open(session.file, paths).path] == ["hi", "a", "more", "b"]
+
+
+async def test_a_session_that_cannot_be_saved_can_be_deleted(
+    start: Start, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    chat = await (await start(replies("a", "b"), Session.create(paths))).ready()
+    await chat.say("hi")
+    monkeypatch.setattr(os, "write", full)
+    await chat.say("more", "/delete")
+    assert chat.last(Notice).text.startswith("moved to ")
+    assert (chat.texts, chat.controller.save()) == ([], None)
 
 
 async def test_leaving_keeps_the_messages_that_wait(start: Start, paths: Paths) -> None:
