@@ -27,7 +27,8 @@ from exl2chat.chat.events import (
     ReplyText,
     ShowPage,
 )
-from exl2chat.chat.session import session_files
+from exl2chat.chat.outbox import taken_back_words
+from exl2chat.chat.session import loss_words, session_files
 from exl2chat.safetext import Scrubber, scrub, scrub_line
 
 
@@ -40,7 +41,7 @@ async def chat(controller: Controller) -> int:
     def take_input() -> None:  # a terminal is readable when it has a whole line, so this does not wait
         if data := os.read(sys.stdin.fileno(), 65536):
             lines.feed_data(data)
-        else:
+        elif not screen.warn_of_loss():
             loop.remove_reader(sys.stdin.fileno())
             lines.feed_eof()
 
@@ -69,13 +70,29 @@ class _Screen:
         self._stage = ""
         self._stopping: asyncio.Task[None] | None = None
         self._asked = False  # whether to leave what is unfinished
+        self._warned = False  # that leaving loses what cannot be saved
 
     def interrupt(self) -> None:
         """Stop the reply; with none on its way, leave."""
         if self._controller.busy:
-            self._stopping = asyncio.create_task(self._controller.stop())
-        else:
+            self._stopping = asyncio.create_task(self._stop())
+        elif not self.warn_of_loss():
             self._quit()
+
+    async def _stop(self) -> None:
+        """Stop the reply; where that took a message back instead, say so."""
+        queued = len(self._controller.queued)
+        await self._controller.stop()
+        if queued:
+            print(f"({taken_back_words('Ctrl+C', queued - 1, replying=True)})", flush=True)
+
+    def warn_of_loss(self) -> bool:
+        """Whether leaving loses what cannot be saved, and the user is told so only now."""
+        unsaved = self._controller.save()
+        warned, self._warned = self._warned, unsaved is not None
+        if unsaved and not warned:
+            print(f"({scrub_line(loss_words(unsaved))})", flush=True)
+        return self._warned and not warned
 
     def show(self, event: ChatEvent) -> None:
         """Print what a listener should know of `event`."""
@@ -110,7 +127,7 @@ class _Screen:
         if unfinished and not self._asked:
             self._asked = True
             print("(a reply is on its way or a message waits: /quit again leaves, and saves what there is)", flush=True)
-        else:
+        elif not self.warn_of_loss():
             self._quit()
 
     def _show_choice(self, event: ChatEvent) -> None:

@@ -5,9 +5,11 @@ import io
 import json
 import os
 import pty
+import resource
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import msgspec
 import pytest
@@ -266,6 +268,30 @@ def test_a_message_that_is_piped_in_goes_on_with_the_chat_that_is_resumed(script
     resumed = Session.open("last", paths)
     assert [message.text for message in resumed.path] == ["first", "second", "ok"]
     resumed.close()
+
+
+def test_a_message_that_is_piped_in_and_cannot_be_saved_is_a_failure(script, tmp_path):
+    session = Session.create(Paths.default(tmp_path))
+    session.add(Message("a", None, "user", "first"))
+    session.close()
+    argv = [sys.executable, "-m", "exl2chat", *script(Say("ok")), "--resume"]
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (0, 0))  # no file may grow
+    done = subprocess.run(argv, input="second", capture_output=True, text=True, timeout=60, preexec_fn=limit)
+    assert (done.returncode, done.stdout) == (1, "ok\n")
+    assert done.stderr.splitlines()[-1] == "exl2chat: the last messages of 'first' are lost: File too large"
+
+
+def test_a_message_for_a_chat_that_is_open_elsewhere_is_refused_with_advice_that_a_pipe_can_follow(script, tmp_path):
+    session = Session.create(Paths.default(tmp_path))
+    session.add(Message("a", None, "user", "first"))
+    argv = [sys.executable, "-m", "exl2chat", *script(Say("never")), "--resume"]
+    done = subprocess.run(argv, input="second", capture_output=True, text=True, timeout=60)
+    session.close()
+    assert (done.returncode, done.stdout) == (6, "")
+    (line,) = done.stderr.splitlines()
+    assert "another exl2chat has it open" in line
+    assert "without --resume" in line
+    assert "/fork" not in line
 
 
 @pytest.mark.parametrize(("flags", "complaint"), [(["--resume", "nosuch"], "nosuch"), (["--plain"], "no terminal")])

@@ -171,6 +171,35 @@ def test_a_plain_chat_asks_before_it_leaves_a_reply(chat, tmp_path):
     assert [text for _, text in messages(tmp_path)] == ["hello", "half", "and then"]
 
 
+def test_a_plain_chat_says_that_it_took_a_message_back_before_it_stops(chat):
+    terminal = chat("--plain", script=Script(replies=((Say("half"), Hold()),)))
+    terminal.see("scripted is ready")
+    terminal.type("hello\n")
+    terminal.see("half")
+    terminal.type("and then\n/nonsense\n")
+    terminal.see("error")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.see("(taken back; Ctrl+C again stops the reply)")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.see("(stopped)")
+
+
+@pytest.mark.parametrize("flags", [(), ("--plain",)], ids=["screen", "plain"])
+@pytest.mark.parametrize("leave", ["/quit\r", "\x04"], ids=["quit", "Ctrl+D"])
+def test_a_chat_that_cannot_be_saved_is_lost_only_when_asked_twice(chat, tmp_path, flags, leave):
+    (tmp_path / "home" / "data").mkdir(parents=True)
+    (tmp_path / "home" / "data" / "sessions").touch()  # no folder, so nothing can be saved in it
+    terminal = chat(*flags, script=Script(replies=((Say("Noted."),),)))
+    terminal.see("scripted")
+    terminal.type("remember the milk\r")
+    terminal.see("Noted.")
+    terminal.type(leave)
+    terminal.see("not saved: ")
+    terminal.type(leave)
+    assert terminal.leave() == 1
+    assert "exl2chat: the last messages of 'remember the milk' are lost: " in terminal.record.splitlines()[-1]
+
+
 def test_a_plain_chat_lists_chats_and_those_that_cannot_be_read(chat, tmp_path):
     sessions = tmp_path / "home" / "data" / "sessions"
     sessions.mkdir(parents=True)

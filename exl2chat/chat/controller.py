@@ -33,7 +33,7 @@ from exl2chat.chat.faults import fault_in, log_fault
 from exl2chat.chat.loads import Loads, load_request, put_back
 from exl2chat.chat.outbox import Outbox
 from exl2chat.chat.recall import recorded, with_model, with_session
-from exl2chat.chat.reply import Reply, request
+from exl2chat.chat.reply import Reply, context_filled, request
 from exl2chat.chat.session import Session, new_id, storable
 from exl2chat.errors import ChatError, ContextError, SessionError, UsageError, error_for
 from exl2chat.link import protocol as wire
@@ -93,11 +93,11 @@ class Controller:
         return self.last_stats.tokens_per_second if self.last_stats else 0.0
 
     @property
-    def context_used(self) -> int:
-        """Tokens of the context that the last prompt and reply fill."""
-        if self._reply:
+    def context_used(self) -> int | None:
+        """Tokens of the context that the last prompt and reply of the path fill; None where that is not known."""
+        if self._reply and self._reply.prompt_tokens:
             return self._reply.prompt_tokens + self._reply.tokens
-        return self.last_stats.prompt_tokens + self.last_stats.reply_tokens if self.last_stats else 0
+        return context_filled(self.path, self.model)
 
     # What a front end may do
 
@@ -150,6 +150,13 @@ class Controller:
             await self._engine.send(wire.Stop(self._reply.id))
         elif self.phase == "loading":
             await self._engine.send(wire.Stop(""))
+
+    def save(self) -> str | None:
+        """Try again to write what could not be written; why it still cannot, None when everything is on disk."""
+        if self.session.fault:
+            self.session.save()
+            self._watch_disk()
+        return self.session.fault
 
     def complete(self, line: str, cursor: int) -> list[Completion]:
         """What the text before `cursor` could become."""
@@ -234,12 +241,9 @@ class Controller:
 
         SessionError, and `session` closed, while the present one has messages that cannot be saved.
         """
-        if self.session.fault and not self.session.read_only:
-            self.session.save()
-            self._watch_disk()
-            if self.session.fault:
-                session.close()
-                raise SessionError("the last messages are not saved", "make room, or `/export` and `/delete` them")
+        if self.save():
+            session.close()
+            raise SessionError("the last messages are not saved", "make room, or `/export` and `/delete` them")
         self.session.close()
         self.session, self.last_stats, self._fault = session, None, None
         self.emit(SessionChanged())
@@ -391,10 +395,6 @@ class Controller:
     def _watch_disk(self) -> None:
         """Tell when saving begins to fail and when it works again."""
         before, self._fault = self._fault, self.session.fault
-        if before == self._fault:
-            return
-        self.emit(SessionChanged())
-        if self._fault:
-            self.emit(Notice(f"cannot save: {self._fault}; the chat goes on in memory until that works", "warning"))
-        else:
-            self.emit(Notice("saving works again; everything is on disk"))
+        if before != self._fault:
+            failing = f"cannot save: {self._fault}; the chat goes on in memory until that works"
+            self.emit(Notice(failing, "warning") if self._fault else Notice("saving works again; all is on disk"))

@@ -23,6 +23,12 @@ class Queued:
     replaces: str | None = None
 
 
+def taken_back_words(key: str, queued: int, replying: bool) -> str:
+    """What the user is told when `key`, which stops things, took a queued message back and left `queued` others."""
+    then = "takes back the one before" if queued else "stops the reply" if replying else "cancels the load"
+    return f"taken back; {key} again {then}"
+
+
 class Outbox:
     """The queue of one controller."""
 

@@ -126,14 +126,19 @@ def load(data: bytes) -> Log:
     reader = _Reader()
     for line in lines:
         reader.take(line)
-    torn = b""
-    if tail:  # a whole record that lost its LF is a record; anything else was cut short
-        try:
-            decode(tail)
-            reader.take(tail)
-        except ValueError:
-            torn = tail
+    torn = b"" if _is_whole(tail) else tail
+    if tail and not torn:
+        reader.take(tail)
     return reader.log(torn, len(data) - len(torn), complete=not tail or bool(torn))
+
+
+def _is_whole(tail: bytes) -> bool:
+    """Whether `tail`, which has no LF, is a line of its own all the same: no part of a record is JSON by itself."""
+    try:
+        msgspec.json.decode(tail)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 class _Reader:

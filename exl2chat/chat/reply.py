@@ -10,7 +10,7 @@ import msgspec
 
 from exl2chat.chat.events import Message
 from exl2chat.chat.session import now
-from exl2chat.link.protocol import Form, Generate, LoraUse, Prefill, Stats, StopReason, Turn
+from exl2chat.link.protocol import Form, Generate, LoraUse, ModelInfo, Prefill, Stats, StopReason, Turn
 from exl2chat.settings import Sampling, Settings
 
 
@@ -73,6 +73,17 @@ class Reply:
             stats=msgspec.structs.replace(known, seed=self.seed),
             model=self.model,
         )
+
+
+def context_filled(path: Sequence[Message], model: ModelInfo | None) -> int | None:
+    """Tokens that `path` up to its last reply takes of the context of `model`; None where another model wrote that
+    reply or it was cut off uncounted."""
+    reply = next((message for message in reversed(path) if message.role == "assistant"), None)
+    if reply is None:
+        return 0
+    if not (model and model.name == reply.model and reply.stats and reply.stats.prompt_tokens):
+        return None
+    return reply.stats.prompt_tokens + reply.stats.reply_tokens
 
 
 def request(

@@ -16,10 +16,10 @@ from exl2chat.chat.events import Message
 from exl2chat.chat.records import Draft, Header, Log, Record, Set, Title, load
 from exl2chat.chat.store import LARGEST, SessionFile
 from exl2chat.chat.tree import Head, Tree
-from exl2chat.errors import ChatError, SessionError
+from exl2chat.errors import ChatError, SessionError, UsageError
 from exl2chat.link.protocol import Form
 from exl2chat.paths import TRASH, Paths, fsync, private_folder, read_file
-from exl2chat.settings import Value
+from exl2chat.settings import BY_NAME, Value
 
 TITLE_LENGTH = 60
 SUFFIX = ".jsonl"
@@ -108,9 +108,14 @@ class Session:
         return self.tree.path
 
     @property
+    def obstacle(self) -> str:
+        """Why nothing can be added: another exl2chat holds the file, or its permissions forbid it. Empty if one can."""
+        return self._file.obstacle if self._file else ""
+
+    @property
     def read_only(self) -> bool:
-        """Whether another exl2chat holds the file, or its permissions forbid writing."""
-        return self._file is not None and bool(self._file.obstacle)
+        """Whether nothing can be added."""
+        return bool(self.obstacle)
 
     @property
     def fault(self) -> str | None:
@@ -172,6 +177,7 @@ class Session:
         except OSError as fault:
             raise ChatError(f"{source}: {fault.strerror}", "the session stays where it is") from None
         self.close()
+        self._file = None
         return trash / source.name
 
     def save(self) -> None:
@@ -203,14 +209,20 @@ class Session:
         if log.damaged:
             lines = "1 damaged line" if log.damaged == 1 else f"{log.damaged} damaged lines"
             yield f"{lines} of the session file skipped; nothing of the file was removed"
-        if self.read_only and self._file:
-            yield f"this session is read-only ({self._file.obstacle}): `/fork` goes on in a copy"
+        yield from _unusable(log.settings)
+        if self.read_only:
+            yield f"this session is read-only ({self.obstacle}): `/fork` goes on in a copy"
             return
         if log.torn:
             yield f"the last line of the session file was cut short by a crash ({len(log.torn)} bytes)"
         for draft in log.drafts:
             self.add(Message(draft.id, draft.parent, "assistant", draft.text, now(), "crash", model=draft.model))
             yield f"recovered {len(draft.text)} characters of a reply that a crash interrupted"
+
+
+def loss_words(fault: str) -> str:
+    """What the user is asked before leaving a session that cannot be saved because of `fault`."""
+    return f"not saved: {fault}; again leaves and loses it; /export md PATH keeps it elsewhere"
 
 
 def first_line(messages: Iterable[Message]) -> str:
@@ -224,6 +236,15 @@ def slug(title: str) -> str:
     """The title as part of a file name: lower-case letters, digits and dashes; may be empty."""
     plain = unicodedata.normalize("NFKD", title).encode("ascii", "ignore").decode().lower()
     return "-".join(re.findall("[a-z0-9]+", plain))[:40].strip("-")
+
+
+def _unusable(settings: Mapping[str, Value]) -> Iterator[str]:
+    """One line for each of the settings of a session that has a value of the wrong type or range."""
+    for name in filter(BY_NAME.__contains__, settings):
+        try:
+            BY_NAME[name].check(settings[name], "the session file")
+        except UsageError as fault:
+            yield f"{fault.message}: not used"
 
 
 def _id_in_name(path: Path) -> str:

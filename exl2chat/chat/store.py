@@ -7,6 +7,7 @@ written waits in memory and goes out with the next record that can: a full disk 
 
 import fcntl
 import os
+from contextlib import suppress
 from errno import ENOLCK, ENOSPC, ENOTSUP
 from pathlib import Path
 
@@ -74,12 +75,18 @@ class SessionFile:
         self._handle, self.obstacle = -1, "closed"
 
     def _flush(self, durable: bool) -> None:
-        if self._handle < 0:
-            self._create()
-        self._cut_tail()
-        written = os.write(self._handle, self._waiting)
-        if written < len(self._waiting):
-            raise OSError(ENOSPC, os.strerror(ENOSPC))
+        new = self._handle < 0
+        try:
+            if new:
+                self._create()
+            self._cut_tail()
+            written = os.write(self._handle, self._waiting)
+            if written < len(self._waiting):
+                raise OSError(ENOSPC, os.strerror(ENOSPC))
+        except OSError:
+            if new:
+                self._remove()
+            raise
         if durable:
             # After a failed sync nobody knows what the disk holds: the records stay in `_waiting`, the next flush
             # cuts them off and writes them again.
@@ -93,11 +100,20 @@ class SessionFile:
         handle = open_private(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         try:
             _lock(handle)
-            fsync(self.path.parent)
         except OSError:
             os.close(handle)
             raise
         self._handle = handle
+        fsync(self.path.parent)
+
+    def _remove(self) -> None:
+        """Leave no file where nothing could be written to it: there was none before."""
+        if self._handle < 0:
+            return
+        with suppress(OSError):
+            self.path.unlink()
+        os.close(self._handle)
+        self._handle = -1
 
     def _cut_tail(self) -> None:
         """Remove what follows the last whole record: a torn line (copied first) or our own failed write."""

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import signal
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -21,10 +20,11 @@ from textual.widgets import Static
 from exl2chat.chat.commands import COMMANDS, help_page
 from exl2chat.chat.controller import Controller
 from exl2chat.chat.history import History
-from exl2chat.chat.session import session_files
+from exl2chat.chat.outbox import taken_back_words
+from exl2chat.chat.session import loss_words, session_files
 from exl2chat.errors import ChatError
 from exl2chat.paths import Paths, theme_files
-from exl2chat.safetext import scrub, scrub_line
+from exl2chat.safetext import scrub
 from exl2chat.ui.bars import HintBar, LoadBar, QueueBar, StatusBar, TitleBar
 from exl2chat.ui.completion import CompletionList
 from exl2chat.ui.crash import write_crash
@@ -67,6 +67,7 @@ class ChatApp(App[int]):
         self._safe = SafeText()  # one for good: drawn lines are cached by their filter
         self._armed = False  # Ctrl+C was pressed with nothing to do: once more leaves
         self._asked = float("-inf")  # when the user was told what leaving would cut short
+        self._warned = False  # that leaving loses what cannot be saved
 
     def compose(self) -> ComposeResult:
         yield self._bars.title
@@ -160,9 +161,15 @@ class ChatApp(App[int]):
         self.push_screen(picker, chosen)
 
     def leave(self) -> None:
-        """End the app; `on_unmount` saves what is on its way. Asked for once more while that cuts something short."""
+        """End the app; `on_unmount` saves what is on its way. Asked for once more while that cuts something short, and
+        once in a session that cannot be saved."""
         unfinished = unfinished_words(self.controller.busy, len(self.controller.queued))
-        if unfinished and time.monotonic() - self._asked > NOTICE_SECONDS["warning"]:
+        unsaved = self.controller.save()
+        warned, self._warned = self._warned, unsaved is not None
+        if unsaved and not warned:
+            self._asked = time.monotonic()
+            self.say("; ".join(filter(None, (unfinished, loss_words(unsaved)))), "warning")
+        elif unfinished and time.monotonic() - self._asked > NOTICE_SECONDS["warning"]:
             self._asked = time.monotonic()
             self.say(f"{unfinished}: once more to quit", "warning")
         else:
@@ -194,7 +201,7 @@ class ChatApp(App[int]):
 
     async def action_stop(self) -> None:
         self.screen.clear_selection()
-        await self.controller.stop()
+        await self._stop("Esc")
 
     async def action_interrupt(self) -> None:
         """Copy the selection, else close a panel, else stop, else clear the prompt, else leave when pressed twice."""
@@ -205,7 +212,7 @@ class ChatApp(App[int]):
         elif isinstance(self.screen, ModalScreen):
             self.screen.dismiss(None)
         elif self.controller.busy or self.controller.queued:
-            await self.controller.stop()
+            await self._stop("Ctrl+C")
         elif self.prompt.text:
             self.prompt.put("")
         elif self._armed:
@@ -224,6 +231,13 @@ class ChatApp(App[int]):
         self.transcript.follow()
 
     # Inside
+
+    async def _stop(self, key: str) -> None:
+        """Stop because `key` was pressed; where that took a message back instead, say so."""
+        queued = len(self.controller.queued)
+        await self.controller.stop()
+        if queued:
+            self.say(taken_back_words(key, queued - 1, self.controller.busy), "information")
 
     def _arm(self, armed: bool) -> None:
         """Whether the next Ctrl+C leaves; the hints say so."""
@@ -262,11 +276,7 @@ def freeze_garbage() -> None:
 
 
 def run_app(controller: Controller, paths: Paths) -> int:
-    """Show the chat until the user leaves; the exit status. Messages that could not be saved are told of on stderr."""
+    """Show the chat until the user leaves; the exit status."""
     app = ChatApp(controller, paths)
     app.run()
-    session = controller.session
-    if session.fault and not session.read_only:
-        line = f"exl2chat: the last messages are not saved in {session.file}: {session.fault}"
-        print(scrub_line(line), file=sys.stderr)
     return app.return_code or 0

@@ -27,11 +27,12 @@ PHASES = {
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the status line says. Tokens; seconds; 0 where unknown. `form`: what replies must be, in a word. `editing`:
-    what is typed is to replace a message."""
+    """What the status line says. Tokens; seconds; 0 where unknown, `used` then None. `unsaved`: something said is not
+    on disk. `form`: what replies must be, in a word. `editing`: what is typed is to replace a message."""
 
     phase: Phase = "down"
-    used: int = 0
+    unsaved: bool = False
+    used: int | None = 0
     context: int = 0
     tokens_per_second: float = 0.0
     first_token_s: float = 0.0
@@ -139,6 +140,8 @@ def joined(words: Sequence[str], width: int) -> str:
 def status_words(status: Status) -> list[str]:
     """The parts of the status line, the more important ones first."""
     words = [PHASES[status.phase]]
+    if status.unsaved:
+        words.append("not saved")
     if status.phase == "loading" and not status.queued:
         words.append("Esc cancels")
     if status.queued:
@@ -147,7 +150,7 @@ def status_words(status: Status) -> list[str]:
         words.append("editing")
     if status.form:
         words.append(f"{status.form} only")
-    if status.context:
+    if status.context and status.used is not None:
         share = status.used / status.context
         words.append(f"context {meter(share, 8)} {amount(status.used)} of {amount(status.context)}")
     if status.tokens_per_second:

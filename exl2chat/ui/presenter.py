@@ -75,6 +75,7 @@ class Presenter:
         self._bars.queue.queued = controller.queued
         self._bars.status.status = Status(
             controller.phase,
+            unsaved=controller.session.fault is not None,
             used=controller.context_used,
             context=model.context if model else 0,
             tokens_per_second=round(controller.tokens_per_second, 1),

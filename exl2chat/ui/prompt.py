@@ -79,6 +79,12 @@ class Prompt(TextArea):
             text = text.replace(token, paste)
         return text
 
+    def _folded(self, text: str) -> str:
+        """`text`, which was sent from here, as it looked before that: with tokens in place of long pastes."""
+        for token, paste in self._pastes.items():
+            text = text.replace(paste, token)
+        return text
+
     def put(self, text: str) -> None:
         """Replace the text (it can be undone); the cursor goes to its end."""
         self.replace(text, self.document.start, self.document.end)
@@ -87,6 +93,7 @@ class Prompt(TextArea):
 
     def give(self, text: str, replaces: str | None) -> None:
         """Put `text`, which is to replace the message `replaces` if there is one, before what is typed."""
+        text = self._folded(text)
         if self.text:
             self.insert(text + "\n", self.document.start)
         else:
@@ -189,7 +196,7 @@ class Prompt(TextArea):
             return
         if self._recalled == 0:
             self._draft = self.text
-        self.put(self._history.entries[-position] if position else self._draft)
+        self.put(self._folded(self._history.entries[-position]) if position else self._draft)
         self._recalled = position
 
     async def _on_paste(self, event: events.Paste) -> None:

@@ -2,8 +2,10 @@
 
 import asyncio
 import errno
+import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from exl2chat.chat.controller import Controller
@@ -45,6 +47,25 @@ async def test_what_is_set_in_an_empty_chat_makes_no_file(start: Start, paths: P
     await chat.say("/set temperature 0.33", "/rename x")
     await chat.controller.close()
     assert not list(paths.sessions.glob("*"))
+
+
+async def test_the_context_of_a_resumed_chat_is_as_full_as_its_last_reply_left_it(start: Start, paths: Paths) -> None:
+    chat = await (await start(replies("a", "b c"), Session.create(paths))).ready()
+    assert chat.controller.context_used == 0
+    await chat.say("hi", "more")
+    assert chat.controller.context_used == 9
+    await chat.controller.close()
+    again = await start(Script(), Session.open("last", paths))
+    assert again.controller.context_used is None  # no model counts yet
+    await again.ready()
+    assert again.controller.context_used == 9
+    await again.say("/undo")
+    assert again.controller.context_used == 8
+    reply = again.controller.path[-1]
+    again.controller.add_message(msgspec.structs.replace(reply, id="other", model="another"))
+    assert again.controller.context_used is None
+    again.controller.add_message(msgspec.structs.replace(reply, id="uncounted", stats=None))
+    assert again.controller.context_used is None
 
 
 async def test_a_model_that_was_not_loaded_is_not_saved(
@@ -187,6 +208,20 @@ async def test_a_session_that_is_not_saved_is_not_left_for_another(
     assert not chat.controller.session.read_only
     assert session.file is not None
     assert [message.text for message in Session.open(session.file, paths).path] == ["hi", "a", "more", "b"]
+
+
+async def test_a_session_that_cannot_be_saved_can_be_deleted(
+    start: Start, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    chat = await (await start(replies("a", "b"), Session.create(paths))).ready()
+    await chat.say("hi")
+    monkeypatch.setattr(os, "write", full)
+    await chat.say("more", "/delete")
+    assert chat.last(Notice).text.startswith("moved to ")
+    assert (chat.texts, chat.controller.save()) == ([], None)
 
 
 async def test_leaving_keeps_the_messages_that_wait(start: Start, paths: Paths) -> None:

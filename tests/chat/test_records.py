@@ -124,6 +124,24 @@ def test_a_line_that_makes_no_sense_is_counted(line: bytes) -> None:
     assert load(lines(HEADER) + line + b"\n").damaged == 1
 
 
+@pytest.mark.parametrize(
+    ("line", "damaged"),
+    [
+        (b'{"k":"title","title":"t"}', 0),
+        (b'{"k":"set","set":{"temperature":"hot"}}', 1),
+        (b'{"k":"msg","id":"u9","parent":null,"role":"user","text":5}', 1),
+        (b'{"k":5}', 1),
+        (b"[1]", 1),
+    ],
+)
+def test_a_whole_last_line_without_a_line_feed_is_a_line_like_any_other(line: bytes, damaged: int) -> None:
+    for end in (b"\n", b""):
+        log = load(lines(HEADER) + line + end)
+        assert (log.damaged, log.torn, log.complete) == (damaged, b"", bool(end))
+    half = load(lines(HEADER) + line[:-1])
+    assert (half.damaged, half.torn) == (0, line[:-1])
+
+
 def test_a_newer_format_is_refused() -> None:
     with pytest.raises(SessionError, match="format 2"):
         load(lines(msgspec.structs.replace(HEADER, version=2)))

@@ -119,6 +119,19 @@ def test_damage_is_told_once_per_opening_and_stays_in_the_file(paths: Paths) -> 
     assert [message.text for message in again.path] == ["hello", "still here"]
 
 
+def test_a_setting_with_a_value_that_cannot_be_is_named(paths: Paths) -> None:
+    session = make(paths, "hello", 1000)
+    assert session.file is not None
+    with session.file.open("ab") as file:
+        file.write(b'{"k":"set","values":{"temperature":"hot","top_k":4,"of a later version":[1]}}\n')
+        file.write(b'{"k":"set","values":{"temperature":"hot","top_k":4,"of a later version":1}}')
+    again = Session.open(session.file, paths)
+    damage, setting = again.notices
+    assert damage.startswith("1 damaged line ")
+    assert setting.startswith("the session file: temperature is a number from ")
+    assert setting.endswith(", not 'hot': not used")
+
+
 def test_a_session_without_its_first_line_is_still_one(paths: Paths) -> None:
     session = make(paths, "hello", 1000)
     assert session.file is not None

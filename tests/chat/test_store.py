@@ -75,6 +75,25 @@ def test_a_write_that_ends_halfway_is_done_again(paths: Paths, monkeypatch: pyte
     assert (log.tree.path, log.damaged) == (tuple(TALK[:3]), 0)
 
 
+@pytest.mark.parametrize("share", [0, 0.5], ids=["nothing", "half"])
+def test_no_file_is_left_where_nothing_could_be_written(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    def full(handle: int, data: bytes) -> int:
+        if not share:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(handle, data[: int(len(data) * share)])
+
+    session, write = Session.create(paths), os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        session.add(TALK[0])
+        assert session.fault == "No space left on device"
+        assert list(paths.sessions.iterdir()) == []
+    session.add(TALK[1])
+    assert (session.fault, load(saved(session)).tree.path) == (None, tuple(TALK[:2]))
+
+
 def test_a_fault_is_told_and_taken_back(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session.create(paths)
     session.add(TALK[0])

@@ -46,13 +46,22 @@ def test_title_and_model_share_their_line(title: str, width: int, words: str) ->
 
 def test_status() -> None:
     assert status_words(Status()) == ["no model"]
-    assert status_words(Status("streaming", 2048, 16384, 50.0, 0.41, 2)) == [
+    assert status_words(Status("streaming", False, 2048, 16384, 50.0, 0.41, 2)) == [
         "writing",
         "2 queued",
         "context ━╌╌╌╌╌╌╌ 2048 of 16.4k",
         "50.0 tok/s",
         "first token 0.41 s",
     ]
+
+
+def test_a_context_that_is_filled_nobody_knows_how_far_is_not_shown() -> None:
+    assert status_words(Status("ready", used=None, context=8192)) == ["ready"]
+    assert status_words(Status("ready", used=0, context=8192)) == ["ready", "context ╌╌╌╌╌╌╌╌ 0 of 8192"]
+
+
+def test_what_is_not_on_disk_is_said_first() -> None:
+    assert status_words(Status("ready", unsaved=True, queued=1)) == ["ready", "not saved", "1 queued"]
 
 
 def test_a_load_can_be_cancelled_once_nothing_is_queued() -> None:

@@ -5,14 +5,10 @@ from functools import partial
 
 import pytest
 
-from exl2chat.chat.controller import Controller
-from exl2chat.chat.events import Message
-from exl2chat.chat.session import Session, now
-from exl2chat.link.scripted import Hold, Script, ScriptedEngine
-from exl2chat.settings import Settings
-from exl2chat.ui.app import ChatApp, run_app
+from exl2chat.chat.session import Session
+from exl2chat.link.scripted import Hold, Script
 
-from .conftest import HELD
+from .conftest import HELD, HELLO
 
 
 async def test_ctrl_c_stops_then_clears_then_asks_then_leaves(start) -> None:
@@ -78,15 +74,57 @@ async def test_ctrl_c_takes_back_what_is_queued_before_it_leaves(start) -> None:
         assert not screen.chat.queued
 
 
-async def test_an_app_that_could_not_save_says_so_when_it_has_gone(paths, monkeypatch, capsys) -> None:
-    controller = Controller(ScriptedEngine(), Settings(), paths, Session.create(paths))
-    monkeypatch.setattr(ChatApp, "run", lambda _: None)
-    assert run_app(controller, paths) == 0
-    assert not capsys.readouterr().err
-    controller.session.add(Message("a", None, "user", "hello", now()))
-    controller.session._file.fault = "No space left on device"
-    run_app(controller, paths)
-    assert f"not saved in {controller.session.file}: No space left on device" in capsys.readouterr().err
+async def test_stopping_says_that_it_took_a_message_back_and_what_it_does_next(start) -> None:
+    async with start(HELD) as screen:
+        await screen.ready()
+        await screen.say("question")
+        await screen.until(lambda: screen.shown("The beginning"))
+        await screen.say("second")
+        await screen.say("third")
+        await screen.press("escape")
+        await screen.until(lambda: screen.shown("taken back; Esc again takes back the one before"))
+        await screen.press("ctrl+c")
+        await screen.until(lambda: screen.shown("taken back; Ctrl+C again stops the reply"))
+        assert screen.chat.busy
+        await screen.press("escape")
+        await screen.replied()
+    async with start(Script(load=(Hold(),))) as screen:
+        await screen.say("early")
+        await screen.press("escape")
+        await screen.until(lambda: screen.shown("taken back; Esc again cancels the load"))
+
+
+@pytest.mark.parametrize("words", ["", "/quit"])
+async def test_leaving_asks_once_what_cannot_be_saved(start, paths, words) -> None:
+    paths.data.mkdir()
+    paths.sessions.touch()  # no folder, so nothing can be saved in it
+    async with start(HELLO) as screen:
+        leave = partial(screen.say, words) if words else partial(screen.press, "ctrl+d")
+        await screen.ready()
+        await screen.say("question")
+        await screen.replied()
+        await screen.until(lambda: screen.shown("ready  ·  not saved"))
+        await leave()
+        await screen.until(lambda: screen.shown("not saved: "))
+        assert screen.app.is_running
+        await leave()
+        await screen.until(lambda: screen.app.return_code == 0)
+
+
+async def test_leaving_saves_what_can_be_saved_by_then(start, paths) -> None:
+    paths.data.mkdir()
+    paths.sessions.touch()
+    async with start(HELLO) as screen:
+        await screen.ready()
+        await screen.say("question")
+        await screen.replied()
+        await screen.press("ctrl+d")
+        await screen.until(lambda: screen.shown("not saved: "))
+        paths.sessions.unlink()
+        await screen.press("ctrl+d")
+        await screen.until(lambda: screen.app.return_code == 0)
+    assert screen.chat.session.fault is None
+    assert [message.role for message in Session.open("last", paths).path] == ["user", "assistant"]
 
 
 async def test_a_terminated_app_leaves_with_its_status(start) -> None:

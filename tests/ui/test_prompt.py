@@ -94,6 +94,22 @@ async def test_a_huge_paste_is_a_token_until_it_is_sent(start) -> None:
         await screen.replied()
 
 
+async def test_a_huge_paste_that_is_refused_comes_back_as_the_token_it_was(start) -> None:
+    text = "".join(f"line {n}\n" for n in range(200))
+    async with start(Script(replies=((Fail("too long", status=ContextError.status),),))) as screen:
+        await screen.ready()
+        await screen.type("look: ")
+        screen.app.prompt.post_message(events.Paste(text))
+        await screen.until(lambda: screen.shown("⟦paste 1: 200 lines"))
+        typed = screen.app.prompt.text
+        await screen.press("enter")
+        await screen.until(lambda: sent(screen) and screen.app.prompt.text)
+        assert (screen.app.prompt.text, screen.app.prompt.full_text) == (typed, "look: " + text)
+        screen.app.prompt.put("")
+        await screen.press("up")
+        assert (screen.app.prompt.text, screen.app.prompt.full_text) == (typed, "look: " + text)
+
+
 async def test_a_paste_into_the_prompt_is_harmless_text(start) -> None:
     async with start() as screen:
         screen.app.prompt.post_message(events.Paste("a\x1b]52;c;eA==\x07b"))
