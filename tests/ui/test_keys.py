@@ -10,6 +10,7 @@ def test_every_key_is_bound_once_and_explained() -> None:
     assert len(keys) == len(set(keys)) == len(bindings())
     assert all(key.label in keys_page() and key.does in keys_page() for key in KEYS)
     assert HINTS[0] == "Enter send"
+    assert "| Esc | take back what was queued last; else stop the reply" in keys_page()
 
 
 def test_every_action_exists() -> None:
