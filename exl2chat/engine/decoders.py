@@ -10,7 +10,7 @@ from exl2chat.engine import penalties
 from exl2chat.engine.cache import KVCache
 from exl2chat.engine.device_decoder import DeviceDecoder
 from exl2chat.engine.device_steps import DeviceSteps, runs_on_device
-from exl2chat.engine.drafting import Drafter
+from exl2chat.engine.drafting import Drafter, rounds_alike
 from exl2chat.engine.pace import Pace
 from exl2chat.engine.paced_drafts import PacedDrafts, Source, Speculated
 from exl2chat.engine.replies.choosing import Chooser
@@ -62,7 +62,7 @@ class Decoder:
         """A reply begins, with which the sequence has `longest` tokens at most."""
         self._step_logits.model = self.model
         self._device, self._logits, self._drafts = None, self._step_logits, PacedDrafts()
-        alike = not self.model.adapters or self.model.device.type == "cpu"  # LoRAs may round several rows differently
+        alike = rounds_alike(self.model)
         sources = [source for source in self._sources if alike and source.drafter.begin(chooser)]
         counts = penalties.active(chooser.sampling)  # of the tokens, one by one: a device can have no drafts among them
         models = any(source.drafter.is_model for source in sources)

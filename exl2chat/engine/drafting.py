@@ -223,20 +223,29 @@ def choose_drafts(
     """What drafts for `model`, which draws from `size` ids. "auto" is the draft model where there is one, or n-grams on
     a CPU, and nothing where that does not pay (`repays_drafts`). UsageError where the draft model lacks some of the
     ids."""
-    repaid = repays_drafts(model.device, model.dtype)
     if draft is None:
         if speculate == "draft":
             raise UsageError("there is no draft model to speculate with", "name one with --draft-model")
-        free = speculate == "auto" and repaid and model.device.type == "cpu"
+        free = speculate == "auto" and model.device.type == "cpu" and repays_drafts(model.device, model.dtype)
         return "ngram" if speculate == "ngram" or free else None
     if draft.config.vocab_size < size:
         raise UsageError(
             f"the draft model has {draft.config.vocab_size} tokens and the model {size}",
             "use a draft model of the same family, with the same tokenizer",
         )
-    if speculate == "draft" or (speculate == "auto" and repaid):
+    if takes_draft_model(speculate, model.device, model.dtype):
         return "draft"
     return "ngram" if speculate == "ngram" else None
+
+
+def takes_draft_model(speculate: Speculate, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a draft model that is there is used for a model that runs so."""
+    return speculate == "draft" or (speculate == "auto" and repays_drafts(device, dtype))
+
+
+def rounds_alike(model: Transformer) -> bool:
+    """Whether drafts beside it leave the rounding of a row to what it is without them: on a GPU not with LoRAs."""
+    return not model.adapters or model.device.type == "cpu"
 
 
 def repays_drafts(device: torch.device, dtype: torch.dtype) -> bool:

@@ -29,7 +29,7 @@ class SpeculativeLogits:
 
     def __init__(self, steps: StepLogits, cache: KVCache, drafts: PacedDrafts, longest: int) -> None:
         """The sequence gets `longest` tokens at most: no draft is made for what lies beyond, or beyond the cache."""
-        self._steps, self._cache, self._drafter = steps, cache, drafts
+        self._steps, self._cache, self._paced = steps, cache, drafts
         self._longest = min(longest, cache.capacity)
         self._rows = torch.empty(0, 0)
         self._drafts: list[int] = []
@@ -41,7 +41,7 @@ class SpeculativeLogits:
     def queue(self, tokens: Sequence[int]) -> None:
         """Have the logits of what follows `tokens`. The cache held the first of them, then it holds them all."""
         if self._came_true(tokens):
-            self._drafter.accept()
+            self._paced.accept()
         else:
             self._begin_round(tokens)
         self._cache.length = self._length = len(tokens)
@@ -63,7 +63,7 @@ class SpeculativeLogits:
     def _begin_round(self, tokens: Sequence[int]) -> None:
         """Tell how the last round ended, and queue the step of the next."""
         if self._seconds is not None:
-            self._drafter.took(len(self._drafts), self._length - self._start, self._seconds)
+            self._paced.took(len(self._drafts), self._length - self._start, self._seconds)
         self._drafts, self._length, self._seconds = [], -1, None  # until the step is queued
         self._started = time.perf_counter()
         drafts = self._propose(tokens)
@@ -74,4 +74,4 @@ class SpeculativeLogits:
         """Drafts, unless more than the last token is yet to be read."""
         if self._cache.length < len(tokens) - 1:
             return []
-        return self._drafter.propose(tokens, self._longest - len(tokens) - 1)
+        return self._paced.propose(tokens, self._longest - len(tokens) - 1)

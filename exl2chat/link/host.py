@@ -6,7 +6,7 @@ from pathlib import Path
 
 from exl2chat.engine.cache import BITS
 from exl2chat.engine.compile_grammar import compile_grammar, compile_json_schema, compile_regex
-from exl2chat.engine.drafting import Speculate, repays_drafts
+from exl2chat.engine.drafting import Speculate, takes_draft_model
 from exl2chat.engine.generators.streaming import PLAIN, Extras, StreamingGenerator
 from exl2chat.engine.loader import LoadedModel, plan_draft, plan_load
 from exl2chat.engine.lora import Adapter, Scaled, load_adapter
@@ -153,7 +153,7 @@ class HostPlan:
         )
         is_reference = path.parent.name == "snapshots"  # in the hub's cache, where folders are named by commit hashes
         self._name = request.model if is_reference else self._plan.checkpoint.folder.name
-        used = request.speculate == "draft" or repays_drafts(self._plan.device, self._plan.dtype)
+        used = takes_draft_model(request.speculate, self._plan.device, self._plan.dtype)
         self._note = UNUSED if draft and not used else ""
         self._draft = plan_draft(draft, self._plan, paths, progress, leaving) if draft and used else None
         self._speculate = request.speculate

@@ -39,7 +39,7 @@ def test_jobs_with_loras_are_not_drafted_for_on_a_gpu(monkeypatch: pytest.Monkey
     subject = DynamicGenerator(model, model.new_cache(PAGE), ByteTokenizer(), speculate="ngram")  # type: ignore[arg-type]
     subject._model = replace(model, device=torch.device("cuda"))
     monkeypatch.setattr(dynamic, "Executor", lambda *_: None)
-    monkeypatch.setattr(dynamic, "with_adapters", lambda model, _: model)
+    monkeypatch.setattr(dynamic, "with_adapters", lambda model, adapters: replace(model, adapters=adapters))
     monkeypatch.setattr(dynamic, "cache_salt", bytes)
     drafting = subject._rounds
     assert drafting is not None

@@ -20,7 +20,7 @@ from exl2chat.engine.decoders import MOST_DRAFTS
 from exl2chat.engine.device_decoder import checked
 from exl2chat.engine.device_draws import Drawing
 from exl2chat.engine.device_steps import runs_on_device
-from exl2chat.engine.drafting import Speculate, choose_drafts
+from exl2chat.engine.drafting import Speculate, choose_drafts, rounds_alike
 from exl2chat.engine.embeddings import InputEmbeddings, check_prompt
 from exl2chat.engine.executor import Executor
 from exl2chat.engine.lora import Scaled, cache_salt, with_adapters
@@ -192,10 +192,10 @@ class DynamicGenerator:
             raise UsageError(f"{self.remaining} jobs have not ended", "change LoRAs when there are none")
         salt = cache_salt(adapters)
         if salt != self._salt:  # a new executor records its graphs anew
-            self._executor = Executor(with_adapters(self._model, adapters), self._cache, self.language.size)
+            model = with_adapters(self._model, adapters)
+            self._executor = Executor(model, self._cache, self.language.size)
             self._salt = salt
-            alike = not adapters or self._model.device.type == "cpu"  # LoRAs may round several rows differently
-            self._rounds = self._drafting if alike else None
+            self._rounds = self._drafting if rounds_alike(model) else None
 
     def warm_up(self) -> None:
         """Write a few tokens and forget them, so that the first job is as fast as the others."""
